@@ -10,6 +10,7 @@ from megacpp.cli.show import setting_lines
 from megacpp.config.arguments import Resolved, parse_run, read_run
 from megacpp.config.checks.every import RULES, broken
 from megacpp.config.environment import MOST_RANKS
+from megacpp.config.mix import data_setting
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting, settings_of
 from megacpp.errors import MegacppError
@@ -68,7 +69,9 @@ def _lines(args: ValidateArgs, resolved: Resolved, memory: dict[str, Any] | None
     return [
         *(setting_lines(resolved) if args.all else []),
         "ok",
-        *wrapped(said + (f"; the corpus {resolved.config.data.path}" if args.data else "")),
+        *wrapped(
+            said + (f"; the corpus of {data_setting(resolved.config.data)}" if args.data else "")
+        ),
         *(wrapped(_memory_line(memory)) if memory else []),
     ]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacpp.config.checks.every import check
-from megacpp.config.schema import Config
+from megacpp.config.mix import corpus_folders
+from megacpp.config.schema import Config, DataConfig
 from megacpp.errors import config_error
 from megacpp.report.files import damaged, read_object
 
@@ -57,7 +58,8 @@ def tokenizer_path(run_folder: Path) -> Path:
     path = run_folder / "final" / "tokenizer.json"
     if path.is_file():
         return path
-    return Path(_config(run_folder)["data"]["path"]) / "tokenizer.json"
+    data = DataConfig(**_config(run_folder)["data"])
+    return corpus_folders(data)[0] / "tokenizer.json"
 
 
 def load_model(run: Path, checkpoint: str, device: str) -> HybridLM:
@@ -94,6 +96,7 @@ def _config(run_folder: Path) -> dict:
         raise config_error("run", run_folder, f"{path.name} is not there", "give a run's folder")
     found: Any = read_object(path).get("config")
     try:
-        return {"model": found["model"], "data": {"path": str(found["data"]["path"])}}
-    except (KeyError, TypeError):
+        data = {"path": str(found["data"]["path"]), "mix": str(found["data"].get("mix", ""))}
+        return {"model": found["model"], "data": data}
+    except (AttributeError, KeyError, TypeError):
         raise damaged(path, 1, "it has no config") from None

@@ -38,7 +38,7 @@ def mix_stages(mix: str) -> list[MixStage]:
     """
     stages: list[MixStage] = []
     weights: dict[str, Fraction] = {}
-    words = re.split(r"[,;\s]+", mix.strip(",; \t\n"))
+    words = _words(mix)
     for number, word in enumerate(words, start=1):
         folder, _, share = word.rpartition("=")
         found = SHARE.fullmatch(share)
@@ -81,12 +81,24 @@ def source_folders(data: DataConfig) -> dict[str, Path]:
         ValueError: two folders would have the same name.
     """
     found: dict[str, Path] = {}
-    for word in re.split(r"[,;\s]+", data.mix.strip(",; \t\n")) if data.mix else ():
+    for word in _words(data.mix) if data.mix else ():
         folder = word.rpartition("=")[0]
         path = Path(folder) if "/" in folder else Path(data.path).parent / folder
         if found.setdefault(path.name, path) != path:
             raise ValueError(f"{found[path.name]} and {path} would have the same name")
     return found
+
+
+def _words(mix: str) -> list[str]:
+    return re.split(r"[,;\s]+", mix.strip(",; \t\n"))
+
+
+def corpus_folders(data: DataConfig) -> list[Path]:
+    """Return the folders of a run's corpora: those of the mixture, else `data.path` alone.
+
+    The tokenizer is that of the first one.
+    """
+    return list(source_folders(data).values()) or [Path(data.path)]
 
 
 def mix_rules(data: DataConfig) -> Iterator[ConfigError]:
@@ -101,5 +113,5 @@ def mix_rules(data: DataConfig) -> Iterator[ConfigError]:
 
 
 def data_setting(data: DataConfig) -> str:
-    """Return the setting that names the corpus of a run, with its value."""
+    """Return the setting that names the corpora of a run, with its value."""
     return f"data.mix={data.mix}" if data.mix else f"data.path={data.path}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from torch import Tensor, nn
 
-from megacpp.config.mix import source_folders
+from megacpp.config.mix import corpus_folders
 from megacpp.config.schema import Config
 from megacpp.data.shards import TOKENIZER
 from megacpp.data.tokenizer import CorpusTokenizer
@@ -57,8 +56,7 @@ def other_words(place: WeightsFolder, config: Config) -> list[str]:
         place: folder of the weights, perhaps with a tokenizer.
         config: configuration of the run.
     """
-    folder = next(iter(source_folders(config.data).values()), Path(config.data.path))
-    theirs, ours = place.folder / TOKENIZER, folder / TOKENIZER
+    theirs, ours = place.folder / TOKENIZER, corpus_folders(config.data)[0] / TOKENIZER
     if not theirs.is_file() or not ours.is_file():
         return []
     found, wanted = (CorpusTokenizer.load(path).inner.get_vocab() for path in (theirs, ours))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
-from megacpp.config.mix import mix_stages, source_folders
+from megacpp.config.mix import corpus_folders, data_setting, mix_stages, source_folders
 from megacpp.config.schema import Config
 from megacpp.data.batches import Corpus
 from megacpp.data.mixture import Mixture
@@ -30,29 +29,31 @@ def open_corpus(config: Config, verify: bool = False) -> RunCorpus:
     """
     folders = source_folders(config.data)
     if not folders:
-        return _open(config, verify)
-    corpora = {
-        name: _open(replace(config, data=replace(config.data, path=str(path))), verify)
-        for name, path in folders.items()
-    }
+        return _open(config, Path(config.data.path), verify)
+    corpora = {name: _open(config, path, verify) for name, path in folders.items()}
     return Mixture(corpora, mix_stages(config.data.mix), config.data.mix)
 
 
-def _open(config: Config, verify: bool) -> Corpus:
-    path = Path(config.data.path)
+def _open(config: Config, path: Path, verify: bool) -> Corpus:
     if not (path / INDEX).is_file():
         found = f"holds no {INDEX}, so it is not a corpus" if path.is_dir() else "no such folder"
-        raise DataError(f"data.path={path}: {found}. Fix: run `{prepare_command(config)}`.")
+        where = f"{data_setting(config.data)}: {path}" if config.data.mix else f"data.path={path}"
+        raise DataError(f"{where}: {found}. Fix: run `{prepare_command(config, path)}`.")
     return Corpus(path, config.data.seq_len, config.run.seed, verify)
 
 
-def prepare_command(config: Config) -> str:
-    """Return the command that makes the corpus at `data.path`, from headers or from own texts."""
-    path = Path(config.data.path)
+def prepare_command(config: Config, path: Path) -> str:
+    """Return the command that makes a corpus, from headers or from own texts.
+
+    Sources of a mixture get the tokenizer of the first one.
+    """
     if path.name == TORCH_HEADERS:
         default = path == Path("data", TORCH_HEADERS)
         return "megacpp data prepare" + ("" if default else f" --out {path}")
-    return f"megacpp data prepare YOUR_TEXTS --out {path} --vocab-size {config.model.vocab_size}"
+    first = corpus_folders(config.data)[0]
+    size = f"--vocab-size {config.model.vocab_size}"
+    words = size if path == first else f"--tokenizer {first}"
+    return f"megacpp data prepare YOUR_TEXTS --out {path} {words}"
 
 
 def check_corpus(config: Config, corpus: RunCorpus) -> None:

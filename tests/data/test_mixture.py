@@ -210,8 +210,10 @@ def test_another_tokenizer_and_a_missing_source_are_refused(
         open_corpus(config_of(folders, "code=1,other=1", other=str(other)))
     assert "other has another tokenizer than" in str(error.value)
     assert f"prepare {other} with --tokenizer {folders['code']} --force" in str(error.value)
-    with pytest.raises(DataError, match="gone: no such folder"):
+    command = f"data prepare YOUR_TEXTS --out {tmp_path / 'gone'} --tokenizer {folders['code']}`"
+    with pytest.raises(DataError, match=r"^data\.mix=.*gone: no such folder") as missing:
         open_corpus(config_of(folders, "code=1,gone=1", gone=str(tmp_path / "gone")))
+    assert command in str(missing.value)
     assert "\n" not in str(error.value)
 
 

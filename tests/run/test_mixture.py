@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megacpp.cli.main import main
+from megacpp.cli.weights import tokenizer_path
 from megacpp.data.mixture import Mixture
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.report.data import gather
@@ -134,6 +136,22 @@ def test_a_damaged_source_ends_the_run(home: Path) -> None:
     done = start(home, "of-damaged", mix="corpus=1,damaged=1")
     assert done.returncode == 3 and len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "source damaged: train-00000.bin block 0" in done.stderr
+
+
+def test_a_run_without_final_weights_has_the_tokenizer_of_its_first_source(tmp_path: Path) -> None:
+    data = {"path": "data/elsewhere", "mix": "code=1,prose=1"}
+    config = {"config": {"model": {}, "data": data}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert tokenizer_path(tmp_path) == Path("data/code/tokenizer.json")
+    del data["mix"]  # of an older run
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert tokenizer_path(tmp_path) == Path("data/elsewhere/tokenizer.json")
+
+
+def test_validate_names_the_mixture(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["tiny", "--data.path", str(home / "corpus"), "--data.mix", "corpus=1,other=1"]
+    assert main(["validate", *flags, *SMALL, "--data"]) == 0
+    assert "the corpus of data.mix=corpus=1,other=1" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_position_is_saved_by_source(straight: Path, home: Path) -> None:
