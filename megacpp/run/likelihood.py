@@ -26,7 +26,8 @@ def log_likelihoods(
 ) -> list[tuple[float, bool]]:
     """Return for each request the log-probability of its continuation, and whether it is greedy.
 
-    Greedy: every token of the continuation is the likeliest there.
+    Greedy: every token of the continuation is the likeliest there. Equal requests are scored once,
+    so that equal choices of a question tie exactly.
 
     Args:
         model: whole on one device, in eval mode.
@@ -34,12 +35,14 @@ def log_likelihoods(
         row_tokens: most tokens of a row of several requests; a longer request has its own.
         follow: wraps the rows to show the progress.
     """
-    found: dict[int, tuple[float, bool]] = {}
-    lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
+    keys = [(tuple(context), tuple(continuation)) for context, continuation in requests]
+    distinct = list(dict.fromkeys(keys))
+    found: dict[Request, tuple[float, bool]] = {}
+    lengths = [len(context) + len(continuation) - 1 for context, continuation in distinct]
     for row in follow(packed_rows(lengths, row_tokens)):
-        scored = _scores(model, [requests[number] for number in row])
-        found.update(zip(row, scored, strict=True))
-    return [found[number] for number in range(len(requests))]
+        there = [distinct[number] for number in row]
+        found.update(zip(there, _scores(model, there), strict=True))
+    return [found[key] for key in keys]
 
 
 def packed_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
