@@ -189,10 +189,12 @@ def least_batch(short: int, itemsize: int) -> int:
 def _matrices_per_call(x_Ksl: Tensor, dtype: torch.dtype) -> int:
     """Return the number of matrices per product; larger calls gain nothing.
 
-    In fp64, which is for proofs, each matrix is multiplied alone on a CPU: with several threads MKL
-    splits a single matrix differently from a batch.
+    Each matrix is multiplied alone on a CPU in fp64, which is for proofs, and with several threads
+    in fp32: MKL then splits a single matrix differently from a batch, on some CPUs in fp32 too.
     """
-    if dtype == torch.float64 and not x_Ksl.is_cuda:
+    if not x_Ksl.is_cuda and (
+        dtype == torch.float64 or (dtype == torch.float32 and torch.get_num_threads() > 1)
+    ):
         return 1
     most = CUDA_BATCH_BYTES if x_Ksl.is_cuda else CPU_BATCH_BYTES
     return max(1, most // max(1, x_Ksl.shape[1] * x_Ksl.shape[2] * dtype.itemsize))
