@@ -20,7 +20,8 @@ CHECK := test_house.py test_arguments.py test_mesh_rules.py test_cli.py model/te
 MKL_default := MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=SSE4_2
 MKL_avx2 := MKL_ENABLE_INSTRUCTIONS=AVX2
 MKL_avx512 := MKL_ENABLE_INSTRUCTIONS=AVX512
-AS_CPU := $(if $(CPU),ATEN_CPU_CAPABILITY=$(CPU) $(MKL_$(CPU)))
+# Inductor's kernels for one CPU are kept apart from another's: its cache doesn't tell them apart.
+AS_CPU := $(if $(CPU),ATEN_CPU_CAPABILITY=$(CPU) $(MKL_$(CPU)) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-$(CPU))
 
 .PHONY: help setup kernels train check test torture mutants lint docs gpu
 
