@@ -35,14 +35,12 @@ from megacpp.config.checks.fp8 import (
     local_scales,
 )
 from megacpp.config.schema import Config, PrecisionConfig
-from megacpp.errors import config_error
 from megacpp.kernels.experts.fp8 import Fp8Products
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.precision import check_fp8_device
 from megacpp.model.regions import Region
 
 R = TypeVar("R")
-FP8_CAPABILITY = (8, 9)  # Ada and Hopper have FP8 matrix products, no GPU before them
-GROUPED_CAPABILITY = (9, 0)  # required by torch._scaled_grouped_mm with a scale per row
 
 
 @dataclass(frozen=True)
@@ -89,56 +87,6 @@ def check_fp8(config: Config) -> None:
     """
     for error in fp8_rules(config):
         raise error
-
-
-def check_fp8_device(config: Config, device: torch.device) -> None:
-    """Check that the device has the requested FP8.
-
-    Raises:
-        ConfigError: it doesn't.
-    """
-    fp8 = config.precision.fp8
-    if fp8 == "off":
-        return
-    if device.type != "cuda":
-        if fp8 == "te":
-            raise config_error(
-                "precision.fp8", fp8, "runs on a GPU alone", "use precision.fp8=torchao, or off"
-            )
-        return
-    if fp8 == "te":
-        _check_version()
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FP8_CAPABILITY:
-        raise config_error(
-            "precision.fp8",
-            fp8,
-            f"needs a GPU of compute capability 8.9 or more (this one: {capability[0]}."
-            f"{capability[1]})",
-            "use precision.fp8=off",
-        )
-    if fp8 == "torchao" and "E" in config.precision.fp8_layers and capability < GROUPED_CAPABILITY:
-        raise config_error(
-            "precision.fp8_layers",
-            config.precision.fp8_layers,
-            "experts in FP8 need a GPU of compute capability 9.0 or more (this one: "
-            f"{capability[0]}.{capability[1]})",
-            "use precision.fp8_layers=AF",
-        )
-
-
-def _check_version() -> None:
-    """Raise ConfigError for a Transformer Engine older than `autocast` and current scaling."""
-    from transformer_engine import pytorch  # pyright: ignore[reportMissingImports]
-    from transformer_engine.common import recipe  # pyright: ignore[reportMissingImports]
-
-    if not hasattr(pytorch, "autocast") or not hasattr(recipe, "Float8CurrentScaling"):
-        raise config_error(
-            "precision.fp8",
-            "te",
-            "needs a Transformer Engine that has `autocast` and `Float8CurrentScaling`",
-            "pip install -U 'transformer-engine[pytorch]', or use precision.fp8=torchao",
-        )
 
 
 def to_fp8(model: HybridLM, config: Config, device: torch.device) -> Fp8Layers:

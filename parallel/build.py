@@ -53,6 +53,22 @@ def local_part(world: World) -> Callable[[Tensor], Slice]:
     return shard_slice
 
 
+def load_first_weights(model: HybridLM, config: Config, world: World) -> list[str]:
+    """Fill a model with the weights of `checkpoint.init`, if that is set; every rank calls it.
+
+    Returns:
+        Lines for the header.
+
+    Raises:
+        CheckpointError: the folder is damaged.
+    """
+    if not config.checkpoint.init:
+        return []
+    from megacpp.interop.start import start_from  # imports every map of names
+
+    return start_from(model, config, local_part(world))
+
+
 def plan_model(
     config: Config,
     world: World,

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megacpp.config.arguments import Resolved, flatten
-from megacpp.config.batch_schedule import batch_schedule
+from megacpp.config.batch_schedule import BatchSchedule, batch_schedule
 from megacpp.config.checks.every import tokens_formula
 from megacpp.config.checks.mesh import batch_ranks
 from megacpp.config.schema import Config
 from megacpp.kernels.chosen import as_chosen, choices, kernel_lines, kernel_record
 from megacpp.kernels.selection import BackendSelection
 from megacpp.launch.features import feature_lines
+from megacpp.launch.folder import open_folder, start_point
 from megacpp.launch.gate import Admission, set_allocator
 from megacpp.launch.recompute_table import layer_rows, selective_offer
 from megacpp.launch.recompute_table import table_lines as recompute_lines
@@ -30,6 +33,7 @@ from megacpp.model.flops import train_flops_per_token
 from megacpp.model.precision import check_device, compute_dtype, storage_dtype
 from megacpp.model.stages import as_scheduled
 from megacpp.run.corpus import RunCorpus, check_corpus, open_corpus, vocabulary_lines
+from megacpp.run.hang import group_timeout
 from megacpp.run.kernel_check import verify_kernels
 from megacpp.run.metrics import device_peak_flops
 from megacpp.run.predicted import Prediction, check_mfu, foresee
@@ -70,7 +74,7 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
     set_allocator(resolved.config, device)
     agreed = verify_kernels(resolved.config, device, kernels)
     return PreparedLaunch(
-        resolved, corpus, device, admission, kernels, tuple(agreed), predicted, slow
+        resolved, peers, corpus, device, admission, kernels, tuple(agreed), predicted, slow
     )
 
 
@@ -80,6 +84,7 @@ class PreparedLaunch:
 
     Attributes:
         resolved: configuration that runs (for a fitted run, the one that was found).
+        peers: store of all ranks.
         corpus: corpus of the run.
         device: device of this rank.
         admission: memory estimate.
@@ -90,6 +95,7 @@ class PreparedLaunch:
     """
 
     resolved: Resolved
+    peers: RankStore
     corpus: RunCorpus
     device: torch.device
     admission: Admission
@@ -102,6 +108,29 @@ class PreparedLaunch:
     def config(self) -> Config:
         """Configuration that runs."""
         return self.resolved.config
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run."""
+        return Path(self.config.run.dir)
+
+    @cached_property
+    def batches(self) -> BatchSchedule:
+        """Microbatches and rows of each step."""
+        return batch_schedule(self.config, self.peers.size)[0]
+
+    @property
+    def timeout(self) -> timedelta:
+        """Timeout of collectives, longer than the limits of the watch over hangs."""
+        return group_timeout(self.config.run.timeout)
+
+    def open_folder(self) -> None:
+        """Lock the run folder, which all ranks must see; every rank calls it (folder.py)."""
+        open_folder(self.peers, self.config, self.corpus.fingerprint)
+
+    def start_point(self) -> str:
+        """Return `checkpoint.resume` of this start, once the run folder is open."""
+        return start_point(self.peers, self.config)
 
     @property
     def retried_s(self) -> float:

@@ -1,68 +1,110 @@
-"""Records of a run's steps: lines, metrics, warnings, snapshots and measured memory.
+"""Records of a run: time, lines, metrics, warnings, snapshots, held-out loss, and what follows.
 
-    records = open_records(...)
-    for step in ...:
+    records = Records(launch, peers)      # the clock runs, and signals are heard
+    records.open(state, ...)              # once the state is resumed
+    while ...:
         records.begin(step)
-        ...                           # the whole step
+        ...                               # the whole step
         records.end(step, status, ...)
-    records.close(sum_over_ranks, ranks)
+        if records.must_go_back(step):    # a bad streak, or copies that differ
+            records.go_back()
+    records.finish(model, loss)
+    records.close()
 
-Records observe the run and change nothing.
+Records observe the run; only a rewind changes its state.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from megacpp.errors import PreemptedError
+from megacpp.run.evaluate import HeldOut
 from megacpp.run.expert_load import LoadWatch, load_figures
+from megacpp.run.final import finish
 from megacpp.run.forensics import Forensics, Watch
+from megacpp.run.goodput import Goodput
 from megacpp.run.health import Health
 from megacpp.run.measured import Calibrator
 from megacpp.run.metrics import MetricsLog, StepRecord, bits_per_byte, peak_memory_bytes
-from megacpp.run.predicted import TEN, Prediction, verdict
+from megacpp.run.predicted import TEN, verdict
+from megacpp.run.preemption import StopRequest
 from megacpp.run.profiling import StepProfile
+from megacpp.run.rank_store import RankStore
+from megacpp.run.rewind import Rewinds
 from megacpp.run.step_status import StepStatus
+from megacpp.state.digests import Digests
+from megacpp.state.training import TrainingState
 
 if TYPE_CHECKING:
     from megacpp.launch.start import PreparedLaunch
 
 
-@dataclass
 class Records:
-    """Records of one rank; the main rank prints.
+    """Records of one rank; the main rank prints and writes.
 
     Args:
-        log: lines of the screen, metrics.jsonl, TensorBoard, Weights & Biases.
-        health: warnings about gradient norms and losses.
-        balance: warnings about expert load.
-        forensics: memory snapshots.
-        calibrator: measured memory of the first step.
-        mfu: model FLOP utilisation for a number of tokens per second.
-        where: names the ranks and parts of the model with non-finite values; collective.
-        profile: traces of the steps in `run.profile`.
-        predicted: speed that the first ten steps are compared with.
+        launch: checked configuration, with corpus and memory estimate.
+        peers: store of all ranks; the watch over hangs reads the phases of the clock from it.
+
+    Attributes:
+        stop: request to stop (SIGTERM, SIGHUP): save after this step and leave.
+        clock: wall time by class.
+        say: prints a line at once, on the main rank; None elsewhere.
+        health: warnings about gradient norms and losses; saved with the state.
     """
 
-    log: MetricsLog
-    health: Health
-    balance: LoadWatch
-    forensics: Forensics
-    calibrator: Calibrator
-    mfu: Callable[[float], float | None]
-    where: Callable[[], str]
-    profile: StepProfile
-    predicted: Prediction | None = None
-    _began: float = field(default=0.0, init=False)
-    _steps: list[float] = field(default_factory=list, init=False)
+    def __init__(self, launch: PreparedLaunch, peers: RankStore) -> None:
+        self.launch, self.rank = launch, peers.rank
+        self.stop, self.health = StopRequest(), Health()
+        compiles = launch.config.train.compile != "off"
+        self.clock = Goodput(launch.folder, self.rank == 0, compiles, launch.retried_s)
+        peers.clock = self.clock
+        self.say = partial(print, flush=True) if self.rank == 0 else None
+
+    def open(
+        self,
+        state: TrainingState,
+        share: tuple[int, int],
+        evaluate: Callable[..., Any],
+        where: Callable[[], str],
+        mfu: Callable[[float], float | None],
+        watch: Callable[[], Watch],
+        of_all: Callable[[Tensor], Tensor],
+        of_sum: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Open the files, once the state is resumed; every rank calls it.
+
+        Args:
+            state: state of the run.
+            share: index among the data ranks, and their number.
+            evaluate: sums of held-out batches, from the accumulation boundary.
+            where: names the ranks and parts of the model with non-finite values; collective.
+            mfu: model FLOP utilisation for a number of tokens per second.
+            watch: makes the recorder of one step.
+            of_all, of_sum: elementwise maximum and sum over all ranks.
+        """
+        launch, config, rank = self.launch, self.launch.config, self.rank
+        folder, device = launch.folder, launch.device
+        self.state, self.mfu, self.where, self.of_sum = state, mfu, where, of_sum
+        self.log = MetricsLog(folder, config, state.step, rank == 0)
+        self.rewinds = Rewinds(folder, config, state, self.health, self.log, rank == 0)
+        self.copies = Digests(folder, state.tensors, config, device)
+        self.forensics = Forensics(folder, config, rank, device, watch, state.step)
+        self.calibrator = Calibrator(launch.admission, device, of_all, rank, folder)
+        self.balance = LoadWatch(config.model.moe.load_warning)
+        self.profile = StepProfile(config.run.profile, folder, rank, device)
+        self.held_out = HeldOut(launch.corpus, config, share, evaluate, self.log)
+        self._began, self._steps = 0.0, list[float]()
 
     def begin(self, step: int) -> None:
         """Start the timer and the recorders, before anything of a step happens."""
+        self.clock.step(step)
         self._began = time.perf_counter()
         self.profile.begin(step)
         self.forensics.begin(step, asked=self.calibrator.waiting)
@@ -121,20 +163,67 @@ class Records:
         say(self._compared(step_s))
         say(self.calibrator.after_step(status.healthy, self.forensics.seen))
 
+    def must_go_back(self, step: int) -> bool:
+        """Return whether the run must rewind after a step; every rank calls it, and gets the same.
+
+        Raises:
+            NonFiniteError: it must, and no rewind or no sound checkpoint is left.
+        """
+        return self.rewinds.due(self.copies.difference(step))
+
+    def go_back(self) -> None:
+        """Load the last sound checkpoint, and skip the rows at fault; every rank calls it.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged.
+        """
+        with self.clock.span("checkpoint"):
+            self.rewinds.go_back()
+
+    def evaluate(self, step: int) -> float:
+        """Record the held-out loss after a step, beside gzip's; return nats per valid token.
+
+        Every rank calls it, and all get the same loss.
+        """
+        with self.clock.span("evaluation"):
+            return self.held_out.evaluate(step)
+
+    def stopped(self, step: int) -> PreemptedError:
+        """Close all records after the last step; return the error that ends a run told to stop."""
+        self._close_log()
+        return PreemptedError(f"stopped by {self.stop.heard or 'SIGTERM'} after step {step + 1}")
+
+    def finish(self, model: nn.Module, loss: float) -> None:
+        """Export the final weights, and a sample of them; every rank calls it.
+
+        Args:
+            model: model of this rank.
+            loss: held-out loss in nats per valid token.
+
+        Raises:
+            NonFiniteError: a weight or the held-out loss isn't finite.
+        """
+        finish(model, self.launch.corpus, self.launch.config, self.log, self.state.step, loss)
+
+    def close(self) -> None:
+        """Close all records at the end of the run; every rank calls it."""
+        self._close_log()
+        self.clock.close()
+
+    def _close_log(self) -> None:
+        self.log.warn(self.profile.close())
+        self.forensics.close(self.of_sum, self.launch.peers.size)
+        self.log.close()
+
     def _compared(self, step_s: float) -> list[str]:
         """Return a line about predicted and measured steps, once, after `TEN` of them."""
-        if self.predicted is None or len(self._steps) >= TEN:
+        predicted = self.launch.predicted
+        if predicted is None or len(self._steps) >= TEN:
             return []
         self._steps.append(step_s)
         if len(self._steps) < TEN:
             return []
-        return [verdict(self.predicted.as_dict(), self._steps)]
-
-    def close(self, sum_over_ranks: Callable[[Tensor], Tensor], ranks: int) -> None:
-        """Close all records at the end of the run; every rank calls it."""
-        self.log.warn(self.profile.close())
-        self.forensics.close(sum_over_ranks, ranks)
-        self.log.close()
+        return [verdict(predicted.as_dict(), self._steps)]
 
     def _further(self, status: StepStatus) -> dict[str, float | Mapping[str, float] | None]:
         """Return figures that only some runs have."""
@@ -149,32 +238,6 @@ class Records:
         }
 
 
-def open_records(
-    launch: PreparedLaunch,
-    log: MetricsLog,
-    health: Health,
-    rank: int,
-    of_all: Callable[[Tensor], Tensor],
-    mfu: Callable[[float], float | None],
-    where: Callable[[], str],
-    watch: Callable[[], Watch],
-) -> Records:
-    """Return the records of a run on this rank.
-
-    Args:
-        launch: checked configuration, with the memory estimate.
-        log: lines and metrics.
-        health: warnings about gradient norms and losses.
-        rank: index of this rank.
-        of_all: elementwise maximum over all ranks.
-        mfu, where: as in `Records`.
-        watch: makes the recorder of one step.
-    """
-    config, device, folder = launch.config, launch.device, Path(launch.config.run.dir)
-    forensics = Forensics(folder, config, rank, device, watch, log.first_step)
-    calibrator = Calibrator(launch.admission, device, of_all, rank, folder)
-    balance = LoadWatch(config.model.moe.load_warning)
-    profile = StepProfile(config.run.profile, folder, rank, device)
-    return Records(
-        log, health, balance, forensics, calibrator, mfu, where, profile, launch.predicted
-    )
+def due(every: int, step: int) -> bool:
+    """Whether a thing that happens every `every` steps (0: never) happens after this one."""
+    return every > 0 and (step + 1) % every == 0

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from checkpointing.fp8 import check_fp8, check_fp8_device, to_fp8
+from checkpointing.fp8 import check_fp8, to_fp8
 from megacpp.config.checks.fp8 import fp8_layers
 from megacpp.config.schema import Config, MeshConfig
 from megacpp.errors import ConfigError
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.precision import check_fp8_device
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from tests.checkpointing.fp8_cases import (

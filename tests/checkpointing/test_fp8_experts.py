@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from checkpointing.fp8 import check_fp8_device, to_fp8
+from checkpointing.fp8 import to_fp8
 from megacpp.blocks.dense.config import MLPConfig
 from megacpp.config.checks.fp8 import fp8_blocks, fp8_layers
 from megacpp.config.schema import Config, KernelsConfig, MeshConfig, ModelConfig
@@ -29,6 +29,7 @@ from megacpp.kernels.experts.rows import group_rows, sum_rows
 from megacpp.launch.recompute_table import layer_rows, table_lines
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.precision import check_fp8_device
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from tests.checkpointing.fp8_cases import (
