@@ -137,11 +137,10 @@ TINY_FEATURES: dict[str, Callable[[ModelConfig], ModelConfig]] = {
 
 
 def dense_110m() -> Config:
-    """113M parameters / 113M active; not yet run by us (others: loss near 3.3); a day; 1 GPU.
+    """113M parameters / 113M active; not yet run by us; a day; 1 GPU.
 
-    A + F only, twelve of each, to compare with other trainers' GPT-2-small class. The loss is what
-    public runs of that class report for 2B tokens of web text, a day on one GPU; this preset was
-    never trained that long.
+    A + F only, twelve of each: the size of GPT-2 small, to compare with other trainers. Losses that
+    they report are of web text with their own tokenizers, and say nothing of `data/corpus`.
     """
     return Config(
         preset="dense_110m",
