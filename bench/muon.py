@@ -43,7 +43,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from bench import muon_contenders as contenders
 from bench.muon_contenders import Build, Contender
 from bench.muon_log import StepLog
-from optim.local import local_part
+from megacpp.dtensor import local_part
 from optim.newton_schulz import newton_schulz_flops
 from tests.ranks import run_ranks
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megacpp.dtensor import local_part
 from optim.adamw_kernels import adamw_kernel
-from optim.local import local_part
-from optim.low_bit import is_packed, low_bit_update, new_low_bit_state
-from optim.offload import is_offloaded, new_offloaded_state, offloaded_update
+from optim.low_bit import low_bit_update, new_low_bit_state
+from optim.offload import new_offloaded_state, offloaded_update
 
 StateKind = Literal["fp32", "8bit", "4bit", "cpu_offload"]
 
@@ -63,9 +63,10 @@ def adamw_update(
     kinds: dict[Any, list[tuple[Tensor, dict[str, Tensor]]]] = {}
     for p, state in zip(params, states, strict=True):
         assert p.grad is not None
-        if is_packed(state["exp_avg"]):
+        moment = local_part(state["exp_avg"])
+        if hasattr(moment, "codes"):  # 8 or 4 bit
             kind = low_bit_update
-        elif is_offloaded(p, state["exp_avg"]):
+        elif moment.device != local_part(p).device:
             kind = offloaded_update
         else:
             kind = p.dtype

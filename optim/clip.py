@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacpp.dtensor import is_dtensor
+from megacpp.dtensor import is_dtensor, local_part
 from megacpp.trace_region import region
-from optim.local import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megacpp.dtensor import is_dtensor
-from optim.local import local_part
+from megacpp.dtensor import is_dtensor, local_part
 from optim.low_bit import plain, write
 
 

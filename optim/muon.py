@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megacpp.dtensor import local_part
 from optim.exchange import AsyncAllToAll, CommBucket, LocalJobs
-from optim.local import local_part
 from optim.muon_plan import Exchange, MuonPlan
 from optim.newton_schulz import (
     Coefficients,

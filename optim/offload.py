@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp.dtensor import local_part
 from megacpp.errors import config_error
 from optim.adamw_kernels import adamw_kernel
-from optim.local import local_part
 from optim.low_bit import like
 
 
@@ -42,16 +42,6 @@ def new_offloaded_state(parameter: Tensor, force: bool = False) -> dict[str, Ten
     return {
         name: like(parameter, _host_buffer(local).zero_()) for name in ("exp_avg", "exp_avg_sq")
     }
-
-
-def is_offloaded(parameter: Tensor, entry: Tensor) -> bool:
-    """Return whether an entry of the parameter's state is on another device than the parameter.
-
-    Args:
-        parameter: any shape.
-        entry: any shape.
-    """
-    return local_part(entry).device != local_part(parameter).device
 
 
 @torch.no_grad()

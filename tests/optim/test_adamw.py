@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from megacpp.dtensor import local_part
 from optim.adamw import adamw_update, new_state
-from optim.local import local_part
 from tests.ranks import run_ranks
 
 SHAPES = [(7,), (5, 3), (1, 9), (64, 33), (2, 3, 4), (1,), (0, 3)]

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from megacpp.dtensor import local_part
 from optim.clip import clip_gradients
-from optim.local import local_part
 from tests.ranks import run_ranks
 
 SHAPES = [(7,), (5, 3), (1, 9), (16, 33), ()]

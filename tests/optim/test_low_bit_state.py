@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_leaves
 
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config
+from megacpp.dtensor import local_part
 from megacpp.state.training import TrainingState
 from optim import low_bit
-from optim.local import local_part
 from optim.low_bit import BLOCKS, Bits, _quiet_import, is_packed
 from optim.muon_adamw import MuonAdamW
 from parallel.simulate.fake import fake_tensors

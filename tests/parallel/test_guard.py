@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.config.schema import MeshConfig
+from megacpp.dtensor import local_part
 from megacpp.errors import NonFiniteError
 from megacpp.model.hybrid import HybridLM
 from megacpp.run.step_status import StepStatus
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
-from optim.local import local_part
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.guard import NonFiniteGuard
