@@ -181,7 +181,7 @@ class AccumulationBoundary:
                 if value or term in on
             },
             auxiliary_ratio=own / main if main > 0 and own > 0 else None,
-            loads=self.loads.read(reduced.loads),
+            loads=self.loads.read(reduced.loads) if self.loads.layers else (),
             leaving=int(reduced.leaving),
             loss_scale=self.loss_scale.value if self.loss_scale.dynamic else None,
             loss_by_source={
@@ -265,6 +265,8 @@ class AccumulationBoundary:
 
     def _mine(self, batch: Batch) -> Batch:
         """Return this rank's part of a microbatch."""
+        if self.world.degree("cp") == 1:  # whole rows, which the model attaches if it needs them
+            return batch.to(self.world.device)
         return share(batch, self.layout, self.needs_full_row, self.world.device)
 
     def _no_sums(self) -> Tensor:
@@ -357,7 +359,7 @@ class AccumulationBoundary:
             self.leaves(),
             auxiliary,
             squares,
-            self.loads.numbers(device),
+            self.loads.numbers(device) if self.loads.layers else sums.new_zeros(0),
         )
 
 

@@ -61,6 +61,7 @@ class HybridLM(nn.Module):
             self.mtp = MultiTokenPrediction(config)
         tied = cast(nn.Parameter, self.embed.weight) if config.tie_embeddings else None
         self.head = LanguageModelHead(config, tied=tied)
+        self.needs_full_row = config.needs_full_row
         if warms_up(config):
             freeze_all_but_indexers(self)
 
@@ -186,7 +187,7 @@ class HybridLM(nn.Module):
     def _documents(self, ids_BT: Tensor, labels_BT: Tensor, docs: Documents | None) -> Documents:
         if docs is None:
             docs = Documents.rows(*ids_BT.shape, device=ids_BT.device)
-        if not self.config.needs_full_row or docs.row is not None or docs.tokens_BT is not None:
+        if not self.needs_full_row or docs.row is not None or docs.tokens_BT is not None:
             return docs
         return docs.with_tokens(ids_BT, labels_BT)
 

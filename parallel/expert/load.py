@@ -56,8 +56,6 @@ class LoadTable:
 
         A step without a token has no load.
         """
-        if not self.layers:
-            return ()
         moe, width = self.moe, len(numbers) // len(self.layers)
         found = []
         for row, layer in enumerate(self.layers):
