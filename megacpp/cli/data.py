@@ -61,7 +61,7 @@ def prepare(args: PrepareArgs) -> None:
 
 def inspect(args: InspectArgs) -> None:
     """Print rows of a corpus as text with document boundaries and ignored labels."""
-    from megacpp.data.batches import Corpus
+    from megacpp.data.corpus import Corpus
     from megacpp.data.inspect import as_json, row_headline, row_text, view_rows
 
     corpus = Corpus(args.path, args.seq_len, args.seed, args.verify)

@@ -6,7 +6,8 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from megacpp.data.batches import IGNORED, Corpus
+from megacpp.data.batches import IGNORED
+from megacpp.data.corpus import Corpus
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from megacpp.config.mix import MixStage
-from megacpp.data.batches import Batch, Corpus
+from megacpp.data.batches import Batch
+from megacpp.data.corpus import Corpus
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import DataError, config_error
 from megacpp.model.documents import Documents

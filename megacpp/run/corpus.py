@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megacpp.config.mix import corpus_folders, data_setting, mix_stages, source_folders
 from megacpp.config.schema import Config
-from megacpp.data.batches import Corpus
+from megacpp.data.corpus import Corpus
 from megacpp.data.mixture import Mixture
 from megacpp.data.shards import INDEX
 from megacpp.data.sources import TORCH_HEADERS

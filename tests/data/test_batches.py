@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megacpp.data.batches import IGNORED, Batch, Corpus
+from megacpp.data.batches import IGNORED, Batch
+from megacpp.data.corpus import Corpus
 from megacpp.data.order import shuffled
 from megacpp.data.shards import BlockSums, read_index, write_index
 from megacpp.data.specials import BOS, EOS, PAD

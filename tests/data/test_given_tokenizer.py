@@ -11,7 +11,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from megacpp.data import fim
-from megacpp.data.batches import IGNORED, Corpus
+from megacpp.data.batches import IGNORED
+from megacpp.data.corpus import Corpus
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError, DataError

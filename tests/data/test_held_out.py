@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megacpp.data import compressors
-from megacpp.data.batches import Corpus
 from megacpp.data.compressors import compressor_lines, xz_bits_per_byte
+from megacpp.data.corpus import Corpus
 from megacpp.data.held_out import choose_held_out, sample_prompt, shortfall
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 

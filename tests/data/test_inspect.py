@@ -5,7 +5,8 @@ import pytest
 
 from megacpp.cli.data import InspectArgs, PrepareArgs, inspect, prepare
 from megacpp.config.arguments import parse_args
-from megacpp.data.batches import IGNORED, Corpus
+from megacpp.data.batches import IGNORED
+from megacpp.data.corpus import Corpus
 from megacpp.data.inspect import row_headline, row_text, view_rows
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.specials import BOS, EOS

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megacpp.config.batch_schedule import BatchSchedule
-from megacpp.data.batches import Batch, Corpus
+from megacpp.data.batches import Batch
+from megacpp.data.corpus import Corpus
 from megacpp.data.loader import Loader
 from megacpp.errors import DataError
 from parallel.mesh import World

@@ -13,7 +13,8 @@ import torch
 
 from megacpp.config.mix import mix_stages, source_folders
 from megacpp.config.schema import Config, DataConfig
-from megacpp.data.batches import IGNORED, Corpus
+from megacpp.data.batches import IGNORED
+from megacpp.data.corpus import Corpus
 from megacpp.data.loader import Loader
 from megacpp.data.mixture import Mixture, order_of_sources
 from megacpp.data.prepare import CorpusSpec, ensure_corpus

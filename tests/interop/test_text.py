@@ -14,7 +14,7 @@ import torch
 
 from megacpp.cli.main import main
 from megacpp.config.schema import Config, DataConfig
-from megacpp.data.batches import Corpus
+from megacpp.data.corpus import Corpus
 from megacpp.interop.places import locate
 from megacpp.interop.start import other_words
 from megacpp.run.sample import generate

@@ -11,7 +11,7 @@ import pytest
 from megacpp.config import presets
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
-from megacpp.data.batches import Corpus
+from megacpp.data.corpus import Corpus
 from megacpp.errors import ConfigError, DataError
 from megacpp.run.corpus import check_corpus, open_corpus, vocabulary_lines
 from megacpp.run.metrics import evaluation_lines

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megacpp.config.schema import Config, RunConfig, TrainConfig
-from megacpp.data.batches import Corpus
+from megacpp.data.corpus import Corpus
 from megacpp.run.evaluate import evaluate, validation_share
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model

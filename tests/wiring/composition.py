@@ -17,7 +17,8 @@ import torch
 from megacpp.blocks.experts.router import Router
 from megacpp.blocks.mtp.module import MultiTokenPrediction
 from megacpp.config.schema import Config
-from megacpp.data.batches import Batch, Corpus
+from megacpp.data.batches import Batch
+from megacpp.data.corpus import Corpus
 from megacpp.model.auxiliary import AuxiliarySource
 from megacpp.model.hybrid import HybridLM
 from optim.build import build_optimizer

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megacpp.data.batches import IGNORED, Batch, Corpus
+from megacpp.data.batches import IGNORED, Batch
+from megacpp.data.corpus import Corpus
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.recompute import PLAIN, recomputing

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from megacpp.config.arguments import parse_run
-from megacpp.data.batches import Corpus
+from megacpp.data.corpus import Corpus
 from tests.launch import Done, forked
 from tests.test_run import records
 from tests.wiring.composition import Composed, composed
