@@ -1,4 +1,4 @@
-# make setup | kernels | train | check | test | torture | mutants | lint | docs      [TORCH=2.15.0] [PYTHON=python3.12]
+# make setup | kernels | train | check | test | torture | mutants | lint | docs | assignment      [TORCH=2.15.0] [PYTHON=python3.12]
 PYTHON ?= python3
 # Another torch than megacpp/versions.py's has a .venv of its own.
 VENV := .venv$(if $(TORCH),-$(TORCH))
@@ -23,7 +23,7 @@ MKL_avx512 := MKL_ENABLE_INSTRUCTIONS=AVX512
 # Inductor's kernels for one CPU are kept apart from another's: its cache doesn't tell them apart.
 AS_CPU := $(if $(CPU),ATEN_CPU_CAPABILITY=$(CPU) $(MKL_$(CPU)) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-$(CPU))
 
-.PHONY: help setup kernels train check test torture mutants lint docs gpu
+.PHONY: help setup kernels train check test torture mutants lint docs assignment gpu
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -69,6 +69,9 @@ lint: $(VENV)/.test $(VENV)/.lint  ## format check, lint, types
 
 docs: $(VENV)/.test  ## rewrite the printed figures of the chapters
 	$(RUN) $(BIN)/python -m pytest tests/docs --update-docs
+
+assignment: setup  ## grade your answer to an exercise of docs/assignments: make assignment N=3
+	@$(RUN) $(HIDE) $(BIN)/python -m tests.assignments $(N)
 
 gpu:  ## what only a GPU can show, with the python that is there: tests, then docs/gpu.json
 	$(PYTHON) -m pytest -m gpu tests
