@@ -145,7 +145,7 @@ def commands_page() -> str:
         "",
         "## Exit codes",
         "",
-        "What each one asks of you: [Launching on a cluster](../launch/README.md).",
+        "What each one asks of you: [When it stops](../when-it-stops.md).",
         "",
         *table(("code", "meaning"), EXIT_CODES.items()),
     ]

@@ -1,0 +1,115 @@
+"""Pages of docs: listed under their headings, linked; their commands and tables are the code's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megacpp.cli.main import COMMANDS, find
+from megacpp.config.arguments import parse_args, parse_run, split_args
+from megacpp.errors import EXIT_CODES
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+# Pages for users; the commands that they show are parsed.
+USED = ("using.md", "when-it-stops.md", "faq.md")
+LINK = re.compile(r"\[([^\]]+)\]\(([^)#]+\.md)\)")
+LISTED = re.compile(r"(?:^- |^\d+\. |\), )\[([^\]]+)\]\(([^)#]+\.md)\)", re.M)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(DOCS))
+
+
+def heading(path: Path) -> str:
+    return path.read_text().splitlines()[0].removeprefix("# ")
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and MkDocs make them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    heads = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text):
+        if link.startswith("http"):
+            continue
+        target = page.parent / link if link else page
+        assert target.exists(), f"{name(page)}: broken link {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{name(page)}: {link}#{anchor}"
+
+
+def test_every_page_is_listed_under_its_heading() -> None:
+    linked, titles = {DOCS / "README.md"}, {}
+    for index in (DOCS / "README.md", DOCS / "assignments/README.md", DOCS / "launch/README.md"):
+        text = index.read_text()
+        linked |= {(index.parent / link).resolve() for _, link in LINK.findall(text)}
+        titles |= {(index.parent / link).resolve(): title for title, link in LISTED.findall(text)}
+    assert {name(page) for page in PAGES if page.resolve() not in linked} == set()
+    assert len(titles) >= 55
+    for path, title in titles.items():
+        # Chapters have a number before their question, assignments a word and a number.
+        assert re.sub(r"^(\d+\.|Assignment \d+:) ", "", heading(path)).lower() == title.lower()
+
+
+def commands(page: str) -> list[str]:
+    """Lines of the bash blocks of a page."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+    return [line.split("  #")[0] for block in blocks for line in block.strip().splitlines()]
+
+
+SHOWN = [(page, line) for page in USED for line in commands(page)]
+
+
+@pytest.mark.parametrize(("page", "line"), SHOWN, ids=[line for _, line in SHOWN])
+def test_a_shown_command_is_legal(page: str, line: str) -> None:
+    first, *words = shlex.split(line)
+    if first == "make":
+        assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.M)
+    elif first == "torchrun":
+        script = words.index("train.py")
+        ranks = next(int(w.partition("=")[2]) for w in words if w.startswith("--nproc-per-node="))
+        parse_run(words[script + 1 :], ranks)
+    else:
+        assert first == "megacpp"
+        command, rest = find(words)
+        args = COMMANDS[command].load()[1]
+        if COMMANDS[command].runs:
+            own, run = split_args(args, rest)
+            parse_run(run, getattr(own, "world", None) or getattr(own, "nproc", 1))
+        else:
+            parse_args(args, rest)
+
+
+def test_there_are_commands() -> None:
+    assert len(SHOWN) >= 12
+
+
+def test_exit_codes_are_those_of_the_program() -> None:
+    text = (DOCS / "when-it-stops.md").read_text()
+    table = text.split("## Exit codes")[1].split("## ")[0]
+    assert [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)] == list(EXIT_CODES)
+    recipes = (DOCS / "launch/slurm.sbatch").read_text()
+    again = [int(c) for c in re.findall(r"^\| (\d+) \|[^|]*\| yes \|", table, re.M)]
+    assert again and all(f'"$code" = {code} ' in recipes for code in again)
+
+
+def test_symptoms_quote_messages_of_the_program() -> None:
+    text = (DOCS / "when-it-stops.md").read_text().split("## Symptoms")[1].split("## ")[0]
+    rows = re.findall(r"^\| (\d+) \| `([^`]+)` \|", text, re.M)
+    assert len(rows) >= 15 and {int(code) for code, _ in rows} <= EXIT_CODES.keys()
+    rooms = ("megacpp", "parallel", "optim", "checkpointing")
+    files = [ROOT / "train.py", *(p for room in rooms for p in (ROOT / room).rglob("*.py"))]
+    # A message may be cut over lines of a file.
+    code = "\n".join(re.sub(r'"\s*\n\s*f?"', "", p.read_text()) for p in files)
+    missing = [words for _, words in rows if words not in code]
+    assert not missing
