@@ -5,7 +5,10 @@
     python -m bench.gpu --only models --of dense_1b
     python -m bench.gpu --tiny --device cpu         # the same code in a minute, for tests
     python -m bench.gpu --calibrate                 # this machine, for predictions of speed
+    python -m bench.gpu --prepare                   # on any machine: what travels, to .gpu/
+    python -m bench.gpu --plan first                # the first half hour (bench/gpu/plan.py)
     python -m bench.gpu --table                     # the section of docs/benchmarks.md
+    python -m bench.gpu --table --write             # put it there
 
 A row is in the file as soon as it is measured; what can't run is there with the reason; an error is
 one line, and the next row follows. `--seconds` bounds the run: nothing new is begun after them.
@@ -14,16 +17,22 @@ one line, and the next row follows. `--seconds` bounds the run: nothing new is b
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
+import torch
+
 from bench.gpu.calibrate import calibrate
+from bench.gpu.carried import CARRIED, prepare
 from bench.gpu.estimator import estimator
 from bench.gpu.kernels import kernels
 from bench.gpu.models import models
+from bench.gpu.plan import PLANS, PLANTED, SCALE, run_plan
 from bench.gpu.profile import profile
 from bench.gpu.recompute import recompute
-from bench.gpu.record import GpuRecord, as_markdown, read, show
+from bench.gpu.record import GpuRecord, read
+from bench.gpu.tables import as_markdown, show, write_section
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
 from megacpp.launch.gate import set_allocator
@@ -52,11 +61,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the code")
     parser.add_argument("--table", action="store_true", help="print the stored run, run nothing")
+    parser.add_argument("--write", action="store_true", help="with --table: to docs/benchmarks.md")
+    parser.add_argument("--prepare", action="store_true", help="fetch what travels to a GPU")
+    parser.add_argument("--plan", choices=PLANS, help="measure in processes with time limits")
+    parser.add_argument("--call", nargs="+", default=[], help="letters of the plan's calls")
+    parser.add_argument("--cells", nargs="+", default=[], help="names of the plan's cells")
+    parser.add_argument("--carried", type=Path, default=CARRIED, help="folder that travelled")
+    parser.add_argument("--rehearse", action="store_true", help="the plan on a CPU, with faults")
     parser.add_argument("--calibrate", action="store_true", help="measure what speed depends on")
     options = parser.parse_args(argv)
     path = options.out or STORED
     if options.table:
-        print(as_markdown(read(path)))
+        if options.write:
+            write_section(STORED.with_name("benchmarks.md"), read(path))
+        else:
+            print(as_markdown(read(path)))
+        return 0
+    if options.prepare:
+        wheels = prepare()
+        print(f"{len(wheels)} wheels, {sum(w.stat().st_size for w in wheels):,} bytes")
         return 0
     try:
         device = pick_device(options.device)
@@ -72,16 +95,17 @@ def main(argv: list[str] | None = None) -> int:
         )
         print(f"written to {found['file']}")
         return 0
-    if device.type == "cpu" and not options.tiny:
+    if device.type == "cpu" and not (options.tiny or options.rehearse):
         print("error: no GPU here. Fix: --tiny --device cpu tries the code.", file=sys.stderr)
         return 2
+    if options.plan:
+        return _plan(options, device)
     record = GpuRecord(path, device, options.seconds, options.tiny)
     if options.tiny and options.out is None:
         record.path = None  # figures of a CPU aren't a benchmark
     wanted = options.only or list(SECTIONS)
-    if options.add and (before := read(path)):
-        record.rows = [row for row in before["rows"] if row["section"] not in wanted]
-        record.skipped = [row for row in before["skipped"] if row["section"] not in wanted]
+    if options.add:
+        record.go_on()
     set_allocator(Config(), device)
     for name in wanted:
         SECTIONS[name](record, options.of)
@@ -89,6 +113,25 @@ def main(argv: list[str] | None = None) -> int:
     show(record.as_dict())
     record.say(f"{len(record.rows)} rows, {len(record.skipped)} not run")
     return 0
+
+
+def _plan(options: argparse.Namespace, device: torch.device) -> int:
+    """Run a plan, or rehearse it, and show what is in the record."""
+    out = options.out or Path(os.environ.get("OUT", STORED.parent))
+    calls = [c for c in PLANS[options.plan] if not options.call or c.name in options.call]
+    named = {cell.name for call in calls for cell in call.cells}
+    if not calls or (unknown := set(options.cells) - named):
+        wrong = "call" if not calls else "cells"
+        known = ", ".join(sorted(named) or [c.name for c in PLANS[options.plan]])
+        given = " ".join(options.call if not calls else sorted(unknown))
+        print(f"error: {wrong}={given}: not of the plan. Fix: of {known}.", file=sys.stderr)
+        return 2
+    faults, scale = (PLANTED, SCALE) if options.rehearse else ({}, 1.0)
+    device = torch.device("cpu") if options.rehearse else device
+    set_allocator(Config(), device)
+    code = run_plan(calls, out, device, options.carried, options.cells, faults, scale)
+    show(read(out / "gpu.json") or {"rows": []})
+    return code
 
 
 if __name__ == "__main__":

@@ -27,18 +27,18 @@ CPU_SIZES = (64, 128, 256, 512, 1024)
 TRIES = 7
 
 
-def calibrate(device: torch.device, out: Path | None) -> dict[str, Any]:
+def calibrate(device: torch.device, out: Path | None, tiny: bool = False) -> dict[str, Any]:
     """Measure a device and write its file.
 
     Args:
         device: to measure.
         out: file; None: the one that runs on this machine read.
+        tiny: small products alone, to try the code.
     """
     cpu = device.type == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
-    products = [
-        row for m in (CPU_SIZES if cpu else GPU_SIZES) for row in _products(m, dtype, device)
-    ]
+    sizes = CPU_SIZES[: 3 if tiny else None] if cpu else GPU_SIZES
+    products = [row for m in sizes for row in _products(m, dtype, device)]
     best = max(row[-1] for row in products)
     moved = torch.empty(1 << (24 if cpu else 28), device=device)
     small = torch.zeros(64, device=device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -17,7 +19,7 @@ from bench.gpu.steps import (
     fitted,
     graph_unsupported_reason,
 )
-from megacpp.config.schema import Config
+from megacpp.config.schema import Config, PrecisionConfig
 from megacpp.errors import ConfigError
 from megacpp.model.flops import train_flops_per_token
 from megacpp.model.precision import compute_dtype
@@ -27,28 +29,50 @@ TINY = ("dense_1b", "hybrid")  # a kind of each
 MODES = ("eager", "eager, packed", "inductor", "graph", "inductor, graph")
 
 
-def models(record: GpuRecord, wanted: list[str]) -> None:
-    """Measure every model in every mode that is legal for it."""
+def models(
+    record: GpuRecord,
+    wanted: list[str],
+    modes: Sequence[str] = MODES,
+    fp8: Literal["off", "torchao"] = "off",
+) -> None:
+    """Measure every model in every mode that is legal for it.
+
+    Args:
+        record: record of the run.
+        wanted: names of models; empty: all.
+        modes: to measure.
+        fp8: library of FP8 products, scaled by row.
+    """
     for name in wanted or (TINY if record.tiny else MODELS):
         if name not in CHOICES:
             record.skip("models", name, "", f"no such model: {', '.join(CHOICES)}")
             continue
         try:
-            config = config_of(name, record)
+            config = config_of(name, record, fp8)
         except ConfigError as error:
             record.skip("models", name, "", str(error))
             continue
-        for mode in MODES:
-            one(record, name, mode, config)
+        for mode in modes:
+            one(record, name, mode + (", fp8" if fp8 != "off" else ""), config)
 
 
-def config_of(name: str, record: GpuRecord) -> Config:
+def config_of(name: str, record: GpuRecord, fp8: Literal["off", "torchao"] = "off") -> Config:
     """Return a model ready to run, as deep and with as many rows as the device takes.
 
+    Args:
+        name: of `CHOICES`.
+        record: record of the run.
+        fp8: library of FP8 products, scaled by row.
+
     Raises:
-        ConfigError: it doesn't fit.
+        ConfigError: it doesn't fit, or its FP8 can't run.
     """
-    return fitted((ready(make(), record.tiny) for make in CHOICES[name]), record.device)
+    precision = PrecisionConfig(fp8=fp8, fp8_recipe="rowwise", fp8_local_scales=True)
+    made = (make() for make in CHOICES[name])
+    if fp8 != "off":
+        made = (replace(config, precision=precision) for config in made)
+    depth = 3 if name == "hybrid_13" else 12
+    return fitted((ready(config, record.tiny, depth) for config in made), record.device)
 
 
 def one(record: GpuRecord, name: str, mode: str, config: Config) -> None:

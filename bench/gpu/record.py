@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,74 +22,6 @@ from megacpp.run.metrics import duration
 from megacpp.state.files import write_json
 
 Row = dict[str, Any]
-# Columns of each section: key of a row, heading, format.
-COLUMNS: dict[str, Sequence[tuple[str, str, str]]] = {
-    "models": (
-        ("name", "model", ""),
-        ("mode", "mode", ""),
-        ("parameters", "parameters", ",d"),
-        ("tokens_per_s", "tokens/s", ",.0f"),
-        ("tflops", "TFLOP/s", ".1f"),
-        ("pass_tflops", "of a pass", ".1f"),
-        ("mfu", "MFU", ".1%"),
-        ("step_s", "step s", ".4f"),
-        ("optimizer_s", "optimizer s", ".4f"),
-        ("muon_share", "Muon, of all FLOPs", ".1%"),
-        ("first_s", "first step s", ".1f"),
-        ("allocated_gib", "peak GiB", ".3f"),
-        ("reserved_gib", "reserved", ".3f"),
-        ("estimate_gib", "estimate", ".3f"),
-        ("estimate_off", "off", "+.2%"),
-        ("upper_held", "below upper", ""),
-    ),
-    "kernels": (
-        ("name", "operation", ""),
-        ("mode", "backend", ""),
-        ("shape", "tokens", ""),
-        ("dtype", "dtype", ""),
-        ("forward_ms", "forward ms", ".3f"),
-        ("both_ms", "and backward", ".3f"),
-        ("output_error", "output off", ".1e"),
-        ("gradient_error", "gradients off", ".1e"),
-    ),
-    "recompute": (
-        ("name", "model", ""),
-        ("mode", "policy", ""),
-        ("pass_s", "pass s", ".4f"),
-        ("kept_gib", "kept GiB", ".3f"),
-        ("peak_gib", "peak GiB", ".3f"),
-        ("time_ratio", "time", ".2f"),
-        ("peak_ratio", "peak", ".2f"),
-        ("front", "on the front", ""),
-    ),
-    "estimator": (
-        ("name", "point", ""),
-        ("allocated_gib", "peak GiB", ".3f"),
-        ("tensors_gib", "tensors, estimate", ".3f"),
-        ("tensors_off", "off", "+.2%"),
-        ("total_gib", "in use GiB", ".3f"),
-        ("estimate_gib", "estimate", ".3f"),
-        ("estimate_off", "off", "+.2%"),
-        ("upper_held", "below upper", ""),
-    ),
-    "profile": (
-        ("name", "model", ""),
-        ("mode", "kernel", ""),
-        ("calls", "calls", ",d"),
-        ("device_ms", "device ms", ".3f"),
-        ("share", "share", ".1%"),
-        ("busy", "of the step, all kernels", ".1%"),
-    ),
-}
-# Section, what a row must be (name starts with), figure, sign, bound, in words.
-GOALS = (
-    ("models", "dense", "tflops", 500.0, "dense: at least 500 TFLOP/s in the best mode"),
-    ("models", "hybrid", "tflops", 350.0, "hybrid: at least 350 TFLOP/s in the best mode"),
-    ("models", "", "estimate_off", 0.03, "estimate within 3 % of what a device has in use"),
-    ("models", "", "upper_held", True, "never more in use than the upper bound"),
-    ("estimator", "", "estimate_off", 0.03, "estimate within 3 %, over the grid"),
-    ("estimator", "", "upper_held", True, "never more than the upper bound, over the grid"),
-)
 
 
 @dataclass
@@ -124,6 +57,7 @@ class GpuRecord:
             mode: variant of it.
             run: yields rows.
         """
+        self._forget(section, name, mode)
         if self.lost:
             self.skip(section, name, mode, "the device was lost before")
         elif self.left_s <= 0:
@@ -137,8 +71,31 @@ class GpuRecord:
             except Exception as error:  # an error of one row must not stop the others
                 traceback.print_exc(limit=-6, file=sys.stderr)
                 self.skip(section, name, mode, one_line(error))
-                self.lost = _lost(self.device)
+                self.lost = self.lost or _lost(self.device)
         return False
+
+    def go_on(self) -> None:
+        """Take over the rows that the file has; what is measured again replaces its old rows.
+
+        The file of another device is put aside, with its name at the end of the file's.
+        """
+        before = read(self.path) if self.path is not None else None
+        if before is None or self.path is None:
+            return
+        other = before.get("device")
+        if other not in (None, device_name(self.device)):
+            words = re.sub(r"[^0-9A-Za-z]+", "-", str(other))
+            self.path.rename(self.path.with_name(f"{self.path.stem}-{words}.json"))
+        else:
+            self.rows, self.skipped = before["rows"], before["skipped"]
+
+    def _forget(self, section: str, name: str, mode: str) -> None:
+        for rows in (self.rows, self.skipped):
+            rows[:] = [
+                row
+                for row in rows
+                if (row["section"], row["name"]) != (section, name) or mode not in ("", row["mode"])
+            ]
 
     def add(self, row: Row) -> None:
         """Add a row; a non-finite figure is named in it and left out of tables."""
@@ -219,95 +176,6 @@ def _lost(device: torch.device) -> bool:
     return False
 
 
-# ---- what is shown ------------------------------------------------------------------------------
-
-
 def read(path: Path) -> dict[str, Any] | None:
     """Return a stored record, or None."""
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def cell(row: Row, key: str, form: str) -> str:
-    """Return a figure as text for a table."""
-    value = row.get(key)
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    return format(value, form) if form else str(value)
-
-
-def reached(rows: Sequence[Row]) -> list[tuple[str, str, bool | None]]:
-    """Return each goal with its measured value, and whether it is reached (None: not run)."""
-    found: list[tuple[str, str, bool | None]] = []
-    for section, start, key, bound, words in GOALS:
-        values = [
-            row[key]
-            for row in rows
-            if row["section"] == section
-            and str(row["name"]).startswith(start)
-            and row.get(key) is not None
-        ]
-        if not values:
-            found.append((words, "not run", None))
-        elif key == "tflops":
-            found.append((words, f"{max(values):.1f}", max(values) >= bound))
-        elif key == "upper_held":
-            found.append((words, f"{sum(values)} of {len(values)}", all(values)))
-        else:
-            worst = max(values, key=abs)
-            found.append((words, f"{worst:+.2%}", abs(worst) <= bound))
-    return found
-
-
-def as_markdown(found: dict[str, Any] | None) -> str:
-    """Return the section of docs/benchmarks.md: every table, `not run` where there is nothing."""
-    rows: list[Row] = found["rows"] if found else []
-    lines = []
-    if found:
-        lines += [
-            f"{found['device']}, capability {found['capability']}, driver {found['driver']}, torch "
-            f"{found['torch']}, triton {found['triton']}, commit {found['commit']}, "
-            f"{found['date']}.",
-            "",
-        ]
-    lines += ["| goal | measured | reached |", "|---|---|---|"]
-    for words, value, ok in reached(rows):
-        lines.append(f"| {words} | {value} | {'' if ok is None else 'yes' if ok else 'no'} |")
-    for section, columns in COLUMNS.items():
-        own = [row for row in rows if row["section"] == section]
-        used = [c for c in columns if not own or any(row.get(c[0]) is not None for row in own)]
-        lines += ["", f"`{section}`:", "", "| " + " | ".join(c[1] for c in used) + " |"]
-        lines.append("|" + "---|" * len(used))
-        for row in own:
-            lines.append("| " + " | ".join(cell(row, key, form) for key, _, form in used) + " |")
-        if not own:
-            lines.append("| " + " | ".join(["not run"] + [""] * (len(used) - 1)) + " |")
-    if found and found["skipped"]:
-        lines += ["", "Not run, and why:", ""]
-        lines += [
-            f"- {s['section']}: {s['name']} {s['mode']}: {s['why']}" for s in found["skipped"]
-        ]
-    return "\n".join(lines)
-
-
-def show(found: dict[str, Any]) -> None:
-    """Print the tables on the screen."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(soft_wrap=True, width=200)
-    for section, columns in COLUMNS.items():
-        own = [row for row in found["rows"] if row["section"] == section]
-        if not own:
-            continue
-        used = [c for c in columns if any(row.get(c[0]) is not None for row in own)]
-        table = Table(title=section, title_justify="left")
-        for _, heading, form in used:
-            table.add_column(heading, justify="right" if form else "left")
-        for row in own:
-            table.add_row(*(cell(row, key, form) for key, _, form in used))
-        console.print(table)
-    for words, value, ok in reached(found["rows"]):
-        mark = "    " if ok is None else "yes " if ok else "NO  "
-        console.print(f"{mark}{words}: {value}", markup=False, highlight=False)

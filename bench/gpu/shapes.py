@@ -93,13 +93,13 @@ def hybrid(depth: int = 52, rows: int = 2) -> Config:
     )
 
 
-def small(config: Config) -> Config:
-    """Return a model of the same kind that takes milliseconds on a CPU."""
+def small(config: Config, depth: int = 12) -> Config:
+    """Return a model of the same kind, at most `depth` deep, that takes milliseconds on a CPU."""
     like = tiny().model
     model = replace(
         config.model,
         dim=48,
-        depth=min(12, config.model.depth, 12 if "M" in config.model.pattern else 4),
+        depth=min(depth, config.model.depth, 12 if "M" in config.model.pattern else 4),
         vocab_size=256,
         attention=replace(config.model.attention, num_heads=4, num_kv_heads=2, head_dim=16),
         mamba3=replace(config.model.mamba3, d_state=8, headdim=16, ngroups=1, chunk_size=16),
@@ -126,9 +126,9 @@ CHOICES: dict[str, Sequence[Callable[[], Config]]] = {
 }
 
 
-def ready(config: Config, is_tiny: bool) -> Config:
-    """Return the configuration, checked and resolved for one process."""
-    config = small(config) if is_tiny else config
+def ready(config: Config, is_tiny: bool, depth: int = 12) -> Config:
+    """Return the configuration, checked and resolved for one process; `depth` is for `small`."""
+    config = small(config, depth) if is_tiny else config
     config = replace(config, memory=replace(config.memory, calibration=""))  # no calibration
     check(config, 1)
     return resolve(config, 1)
