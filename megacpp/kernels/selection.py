@@ -17,7 +17,7 @@ from megacpp.kernels.attention.support import flex, varlen, varlen_padded
 from megacpp.kernels.gated_delta_rule.support import fla
 from megacpp.kernels.host import Host, installed
 from megacpp.kernels.m2rnn.support import m2rnn_triton
-from megacpp.kernels.mamba3.support import mamba3_mimo, mamba3_siso
+from megacpp.kernels.mamba3.support import mamba3_mimo, mamba3_siso, mimo_cost
 from megacpp.kernels.support import (
     always,
     dotted,
@@ -45,12 +45,14 @@ class Backend:
         what: description, for tables.
         unsupported_reason: why it can't run; None: it can.
         by_itself: `auto` may take it. The definitions that others are tested against it may not.
+        cost: what it needs for this configuration beside its operation; empty: nothing.
     """
 
     name: str
     what: str
     unsupported_reason: Support
     by_itself: bool = True
+    cost: Callable[[Config], str] = lambda config: ""
 
 
 @dataclass(frozen=True)
@@ -75,20 +77,21 @@ class BackendSelection:
         backend: name of the selected one.
         asked: the setting: a backend's name, or `auto`.
         passed_over: of backends that `auto` would rather have taken, why they can't run.
+        cost: what the backend needs beside its operation; empty: nothing.
     """
 
     operation: str
     backend: str
     asked: str
     passed_over: Mapping[str, str]
+    cost: str = ""
 
     @property
     def reason(self) -> str:
-        """Return `asked for by name`, or why backends that `auto` prefers can't run."""
-        if self.asked != "auto":
-            return "asked for by name"
-        unsupported = "; ".join(f"{name}: {why}" for name, why in self.passed_over.items())
-        return f"auto; {unsupported}" if unsupported else "auto"
+        """Return `asked for by name`, or why backends that `auto` prefers can't run; its cost."""
+        how = ["auto"] if self.asked == "auto" else ["asked for by name"]
+        how += [f"{name}: {why}" for name, why in self.passed_over.items()]
+        return "; ".join(how + [self.cost] * bool(self.cost))
 
     @property
     def taken(self) -> str:
@@ -117,7 +120,12 @@ OPERATIONS: dict[str, Operation] = {
         "M",
         (
             Backend("mamba_ssm", "SISO: the Triton kernels of mamba-ssm", mamba3_siso),
-            Backend("tilelang", "MIMO: the TileLang kernels of mamba-ssm", mamba3_mimo),
+            Backend(
+                "tilelang",
+                "MIMO: the TileLang kernels of mamba-ssm",
+                mamba3_mimo,
+                cost=mimo_cost,
+            ),
             Backend("torch", "matrix products over chunks", always),
             _definition("one token after another"),
         ),
@@ -183,13 +191,15 @@ def _choice(name: str, operation: Operation, config: Config, host: Host) -> Back
         unsupported = operation.backend(asked).unsupported_reason(config, host)
         if unsupported:
             raise refused(name, asked, unsupported)
-        return BackendSelection(name, asked, asked, {})
+        return BackendSelection(name, asked, asked, {}, operation.backend(asked).cost(config))
     passed_over: dict[str, str] = {}
     for backend in operation.backends:
         if backend.by_itself:
             unsupported = backend.unsupported_reason(config, host)
             if unsupported is None:
-                return BackendSelection(name, backend.name, asked, passed_over)
+                return BackendSelection(
+                    name, backend.name, asked, passed_over, backend.cost(config)
+                )
             passed_over[backend.name] = unsupported
     raise AssertionError(f"{name}: torch runs everywhere")
 

@@ -81,6 +81,7 @@ def mamba3_mimo(
 ) -> Tensor:
     assert not return_state and dtype == V.dtype and chunk_size >= 8
     R, N = Q.shape[2], Q.shape[-1]
+    assert Q.shape[3] == K.shape[3] and Q.shape[3] in (1, V.shape[2])
     docs = checked(Q, K, V, ADT, DT, Trap, Angles, cu_seqlens)
     assert rotary_dim_divisor in (2, 4) and Angles.shape[-1] == N // rotary_dim_divisor
     assert Angles.dtype == DT.dtype

@@ -46,6 +46,7 @@ SHAPES = {
     "siso": {"rank": 1, "groups": 2, "state": 8, "angles": 4, "shared_angles": True},
     "siso_half": {"rank": 1, "state": 8, "angles": 2},
     "mimo": {"rank": 2, "groups": 4, "state": 8, "angles": 2},
+    "mimo_groups": {"rank": 2, "groups": 2, "state": 8, "angles": 2},
     "mimo_all_rotate": {"rank": 3, "state": 8, "angles": 4, "shared_angles": True},
 }
 DOCS = {"whole": Documents.rows(2, TOKENS), "packed": packed(2, TOKENS)}

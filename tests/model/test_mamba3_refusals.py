@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from megacpp.config.presets import nam56r, nam56r_quarter, tiny
+from megacpp.config.presets import hybrid_400m, hybrid_mimo, nam56r, nam56r_quarter, tiny
 from megacpp.config.schema import Config, KernelsConfig, MeshConfig
 from megacpp.kernels.host import Host
 from megacpp.kernels.mamba3.support import mamba3_mimo, mamba3_siso
 from megacpp.kernels.selection import choose, kernel_rules
+from megacpp.model.count import count_parameters
 
 INSTALLED = {
     "triton": "3.7.1",
@@ -111,7 +112,6 @@ def test_shapes_that_the_siso_kernel_refuses(mamba: dict[str, Any], why: str) ->
         ({"d_state": 256, "headdim": 128, "chunk_size": 8}, "may not compile for d_state=256"),
         ({"d_state": 64, "headdim": 256}, "headdim of 32 to 128"),
         ({"rope_fraction": 0.25}, "turns all or half of d_state=128"),
-        ({"ngroups": 2}, "not 2 of 8 on a rank"),
     ],
 )
 def test_shapes_that_the_mimo_kernel_refuses(mamba: dict[str, Any], why: str) -> None:
@@ -136,9 +136,29 @@ def test_hosts_that_the_mimo_kernel_refuses(host: Host, why: str) -> None:
     assert found is not None and why in found
 
 
-def test_groups_are_counted_on_a_rank() -> None:
-    """Of tensor parallelism: two groups of eight heads are one of four on each of two ranks."""
-    assert mamba3_mimo(model(MIMO | {"ngroups": 2}, mesh=MeshConfig(tp=2)), H200) is None
+def test_groups_are_repeated_for_heads_at_a_cost() -> None:
+    """2 tensors of bf16, 4 rows x 256 tokens, rank 4, state 128: 6 heads more than 2 groups.
+
+    Two groups of eight heads are one of four on each of two ranks of `tp`.
+    """
+    grouped = MIMO | {"ngroups": 2}
+    assert mamba3_mimo(model(grouped), H200) is None
+    words = "B and C of 2 groups repeated for 8 heads, 12.0 MiB more a layer and microbatch"
+    found = choose(model(grouped), H200)["mamba3"]
+    assert found.reason.endswith(f"; {words}")
+    named = model(grouped, kernels=KernelsConfig(mamba3="tilelang"))
+    assert choose(named, H200)["mamba3"].reason == f"asked for by name; {words}"
+    for config in (model(MIMO), model(grouped, mesh=MeshConfig(tp=2)), model(SISO)):
+        assert not choose(config, H200)["mamba3"].cost
+
+
+def test_the_mimo_preset_is_served_at_the_production_shape() -> None:
+    config = hybrid_mimo()
+    m = config.model.mamba3
+    assert (m.ngroups, m.mimo_rank, m.chunk_size) == (8, 4, 16)
+    assert choose(config, H200)["mamba3"].backend == "tilelang"
+    total, siso = (count_parameters(c.model).total for c in (config, hybrid_400m()))
+    assert abs(total / siso - 1) < 5e-4
 
 
 def test_rows_of_one_token() -> None:

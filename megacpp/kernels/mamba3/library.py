@@ -168,8 +168,8 @@ def mimo_scan(
     layout = PackedLayout.for_documents(docs, chunk_size)
     N, A = inputs.Q.shape[-1], inputs.Angles.shape[-1]
     y_1LRHP = kernel(
-        Q=layout.tokens(inputs.Q),
-        K=layout.tokens(inputs.K),
+        Q=layout.tokens(_of_heads(inputs.Q, H)),
+        K=layout.tokens(_of_heads(inputs.K, H)),
         V=layout.tokens(inputs.V),
         ADT=layout.heads(inputs.ADT),
         DT=layout.heads(inputs.DT),
@@ -245,6 +245,17 @@ class PackedLayout:
             x.new_zeros(S, *x.shape[1:]).index_copy(0, self.first_B, x) for x in of_rows
         )
         return angle, ssm, k, v
+
+
+def _of_heads(x_BTRGN: Tensor, heads: int) -> Tensor:
+    """Return Q or K in groups that the MIMO kernel takes: as it is if there is one, else by head.
+
+    megacpp/kernels/mamba3/support.py says what the copy costs.
+    """
+    groups = x_BTRGN.shape[3]
+    if groups in (1, heads):
+        return x_BTRGN
+    return x_BTRGN[:, :, :, :, None].expand(-1, -1, -1, -1, heads // groups, -1).flatten(3, 4)
 
 
 def _gated(y_BTHRP: Tensor, inputs: ScanInputs, weights: HeadWeights) -> Tensor:

@@ -21,6 +21,7 @@ TRITON = "3.5"  # tensor descriptors as the SISO kernels use them; compiled and 
 TILELANG = "0.1.8"  # what mamba-ssm 2.3.2.post1 pins
 SHARED = 64  # rows (tokens times ranks) of a chunk whose tiles fit into shared memory
 MOST_BYTES = 232_448  # of shared memory that a block can have on 9.0
+BF16_BYTES = 2
 WARPS = 32  # rows that give each of the backward's 8 warps a tile of 16 x 8 in every product
 
 
@@ -76,7 +77,7 @@ def _siso_tiles(
 
 
 def _mimo(config: Config, host: Host) -> Iterator[str]:
-    m, tp = config.model.mamba3, config.mesh.tp
+    m = config.model.mamba3
     R, N, P, C = m.mimo_rank, m.d_state, m.headdim, m.chunk_size
     if R == 1:
         yield "is for MIMO (model.mamba3.mimo_rank=1)"
@@ -111,11 +112,26 @@ def _mimo(config: Config, host: Host) -> Iterator[str]:
         yield f"asks for {asks:,} bytes of shared memory, there are {MOST_BYTES:,}"
     if _angles(config) * 2 not in (N, N // 2):
         yield f"turns all or half of d_state={N}, not rope_fraction={m.rope_fraction:g} of it"
-    heads, groups = m.expand * config.model.dim // P // tp, max(1, m.ngroups // tp)
-    if groups not in (1, heads):
-        yield f"takes one group of heads or one for each head, not {groups} of {heads} on a rank"
     if config.data.seq_len // config.mesh.cp < 2:
         yield "fails on rows of one token (state-spaces/mamba#985)"
+
+
+def mimo_cost(config: Config) -> str:
+    """Return what B and C cost that are repeated for all heads of their group; empty: nothing.
+
+    The kernel takes one group of heads, or one for each head.
+    """
+    m, mesh = config.model.mamba3, config.mesh
+    heads = m.expand * config.model.dim // m.headdim // mesh.tp
+    groups = max(1, m.ngroups // mesh.tp)
+    if groups in (1, heads):
+        return ""
+    tokens = config.train.device_batch_size * config.data.seq_len // mesh.cp
+    more = 2 * BF16_BYTES * tokens * m.mimo_rank * m.d_state * (heads - groups)
+    return (
+        f"B and C of {groups} groups repeated for {heads} heads, {more / 2**20:,.1f} MiB more a "
+        "layer and microbatch"
+    )
 
 
 def _mimo_bytes(R: int, N: int, P: int, C: int, angles: int) -> int:
