@@ -1,4 +1,4 @@
-# make setup | kernels | train | check | test | torture | mutants | lint | docs | assignment      [TORCH=2.15.0] [PYTHON=python3.12]
+# make setup | kernels | train | check | test | torture | mutants | lint | docs | site | assignment      [TORCH=2.15.0] [PYTHON=python3.12]
 PYTHON ?= python3
 # Another torch than megacpp/versions.py's has a .venv of its own.
 VENV := .venv$(if $(TORCH),-$(TORCH))
@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 PINS := $(VENV)/constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS)
 RUN := OMP_NUM_THREADS=1
+SITE := mkdocs==1.6.1 mkdocs-material==9.8.2
 # Ranks are forked from the tests' process, which CUDA forbids: `make gpu` has the GPU's tests.
 HIDE := CUDA_VISIBLE_DEVICES=
 # glibc keeps freed memory instead of giving it back to the system between operations.
@@ -23,7 +24,7 @@ MKL_avx512 := MKL_ENABLE_INSTRUCTIONS=AVX512
 # Inductor's kernels for one CPU are kept apart from another's: its cache doesn't tell them apart.
 AS_CPU := $(if $(CPU),ATEN_CPU_CAPABILITY=$(CPU) $(MKL_$(CPU)) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-$(CPU))
 
-.PHONY: help setup kernels train check test torture mutants lint docs assignment gpu
+.PHONY: help setup kernels train check test torture mutants lint docs site assignment gpu
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -62,13 +63,23 @@ torture: $(VENV)/.test  ## attack runs for half an hour: the table R1-R25 (docs/
 mutants: $(VENV)/.test  ## plant faults in a copy of the core, one at a time: which do the tests find? (hours; goes on where it was)
 	$(RUN) $(HIDE) $(BIN)/python -m tests.mutants
 
-lint: $(VENV)/.test $(VENV)/.lint  ## format check, lint, types
+lint: $(VENV)/.test $(VENV)/.lint  ## format check, lint, types, spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	$(BIN)/codespell
 
 docs: $(VENV)/.test  ## rewrite the printed figures of the chapters
 	$(RUN) $(BIN)/python -m pytest tests/docs --update-docs
+
+.venv-site/.done: Makefile
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(SITE)
+	@touch $@
+
+site: .venv-site/.done  ## the book as pages for a browser, in build/site/html; broken links fail
+	.venv-site/bin/python -m bench.site
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --quiet --config-file build/site/mkdocs.yml
 
 assignment: setup  ## grade your answer to an exercise of docs/assignments: make assignment N=3
 	@$(RUN) $(HIDE) $(BIN)/python -m tests.assignments $(N)

@@ -1,0 +1,164 @@
+"""Sources of the site: the pages of docs, and a page for each file of the code that they link.
+
+    python -m bench.site
+
+Writes build/site/: `docs/`, whose links stay inside the site, and `mkdocs.yml`, whose navigation is
+docs/README.md. `make site` then builds build/site/html with mkdocs-material.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SITE = ROOT / "build/site"
+LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
+LISTED = re.compile(r"(?:^- |^\d+\. |(?<=\), ))\[([^\]]+)\]\(([^)#]+\.md)\)", re.M)
+FENCED = re.compile(r"(^```.*?^```$)", re.M | re.S)
+SETTINGS = {
+    "site_name": "megacpp",
+    "docs_dir": "docs",
+    "site_dir": "html",
+    "use_directory_urls": False,  # links work from a disk, too
+    "strict": True,
+    "validation": {
+        "nav": {"omitted_files": "ignore", "not_found": "warn"},
+        "links": {"not_found": "warn", "anchors": "warn", "unrecognized_links": "warn"},
+    },
+    "theme": {
+        "name": "material",
+        "font": False,  # no request to another server
+        "features": [
+            "content.code.copy",
+            "navigation.footer",
+            "navigation.sections",
+            "navigation.top",
+            "search.highlight",
+            "toc.follow",
+        ],
+        "palette": [
+            {
+                "media": f"(prefers-color-scheme: {scheme})",
+                "scheme": name,
+                "primary": "blue grey",
+                "toggle": {"icon": f"material/{icon}", "name": f"Switch to {other} mode"},
+            }
+            for scheme, name, icon, other in (
+                ("light", "default", "weather-night", "dark"),
+                ("dark", "slate", "weather-sunny", "light"),
+            )
+        ],
+    },
+    "plugins": ["search"],
+    "markdown_extensions": [
+        "tables",
+        "md_in_html",
+        {"toc": {"permalink": True}},
+        {"pymdownx.highlight": {"anchor_linenums": True}},
+        "pymdownx.superfences",
+    ],
+    "extra_css": ["site.css"],
+}
+# Printed figures are wide: they scroll inside their box, tables too.
+STYLE = """\
+.md-grid { max-width: 82rem; }
+.md-typeset pre > code { font-size: .72rem; }
+.md-typeset img { max-width: 100%; height: auto; }
+"""
+
+
+def sections() -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the sections of docs/README.md: heading, and the title and file of each page."""
+    _, *parts = re.split(r"^## ", (DOCS / "README.md").read_text(), flags=re.M)
+    return [(part.splitlines()[0], LISTED.findall(part)) for part in parts]
+
+
+def navigation() -> list[dict[str, object]]:
+    """Return the navigation of the site: contents, then the sections."""
+    found: list[dict[str, object]] = [{"Contents": "index.md"}]
+    for heading, pages in sections():
+        found.append({heading: [{title: place(link)} for title, link in pages]})
+    return found
+
+
+def place(file: str) -> str:
+    """Return where a page of docs lies in the site: a README is the index of its folder."""
+    return re.sub(r"README\.md$", "index.md", file)
+
+
+def code_page(target: Path) -> str:
+    """Return the page of the site for a file or folder outside of the pages of docs."""
+    return f"code/{target.relative_to(ROOT)}.md"
+
+
+def within(text: str, page: Path, wanted: set[Path]) -> str:
+    """Return a page whose links lead to pages of the site.
+
+    Args:
+        text: Markdown.
+        page: file that it comes from.
+        wanted: files outside of the pages that it links; links are added.
+    """
+
+    def moved(found: re.Match[str]) -> str:
+        link = found[2]
+        if re.match(r"[a-z]+:", link):
+            return found[0]
+        target = (page.parent / link).resolve()
+        here = Path(place(str(page.relative_to(DOCS)))).parent
+        if target.is_relative_to(DOCS) and target.suffix in (".md", ".svg"):
+            there = place(str(target.relative_to(DOCS)))
+        else:
+            wanted.add(target)
+            there = code_page(target)
+        return f"{found[1]}{os.path.relpath(there, here)}{found[3]}"
+
+    parts = FENCED.split(text.replace("<details>", "<details markdown>"))
+    return "".join(part if part.startswith("```") else LINK.sub(moved, part) for part in parts)
+
+
+def code_text(target: Path) -> str:
+    """Return the page that shows a file, or lists a folder."""
+    name = target.relative_to(ROOT)
+    head = f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n\n"
+    if target.is_dir():
+        files = sorted(str(p.relative_to(ROOT)) for p in target.rglob("*.py"))
+        return head + "\n".join(f"- `{file}`" for file in files) + "\n"
+    text = target.read_text()
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    language = {".py": "python", ".json": "json", ".yaml": "yaml"}.get(target.suffix, "text")
+    return f"{head}{fence}{language}\n{text.rstrip()}\n{fence}\n"
+
+
+def write() -> int:
+    """Write the sources of the site; return the number of pages."""
+    out = SITE / "docs"
+    shutil.rmtree(SITE, ignore_errors=True)
+    wanted: set[Path] = set()
+    pages = sorted(DOCS.rglob("*.md"))
+    for page in pages:
+        there = out / place(str(page.relative_to(DOCS)))
+        there.parent.mkdir(parents=True, exist_ok=True)
+        there.write_text(within(page.read_text(), page, wanted))
+    for picture in DOCS.rglob("*.svg"):
+        there = out / picture.relative_to(DOCS)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, there)
+    for target in wanted:
+        there = out / code_page(target)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        there.write_text(code_text(target))
+    (out / "site.css").write_text(STYLE)
+    # JSON is YAML.
+    settings = SETTINGS | {"nav": navigation()}
+    (SITE / "mkdocs.yml").write_text(json.dumps(settings, indent=1) + "\n")
+    return len(pages) + len(wanted)
+
+
+if __name__ == "__main__":
+    print(f"{write()} pages in {SITE}")
