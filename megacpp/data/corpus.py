@@ -5,6 +5,8 @@ Legend: B rows, T tokens of a row, V ids of the vocabulary.
     stream   t0 t1 t2 t3 t4 t5 t6 t7 t8 ...        (documents end to end)
     row 0    t0 t1 t2 t3 | t4                      row r reads T + 1 tokens from r * T:
     row 1                  t4 t5 t6 t7 | t8        T inputs and, one later, T labels
+
+Rows of conversations hold whole documents (rows.py), and only learned tokens are labels.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from torch import Tensor
 
 from megacpp.data.batches import IGNORED, Batch
 from megacpp.data.compressors import compressor_lines
+from megacpp.data.conversations import ChatTemplate
 from megacpp.data.held_out import MIN_DOCUMENTS
 from megacpp.data.order import shuffled
+from megacpp.data.rows import whole_rows
 from megacpp.data.shards import TOKENIZER, SplitReader, fingerprint, read_index
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import DataError
@@ -58,6 +62,14 @@ class Corpus:
         self.vocab_size: int = self.index["vocab_size"]
         self.rows_per_epoch = (self.train.tokens - 1) // seq_len
         self.num_validation_rows = -(-(self.validation.tokens - 1) // seq_len)
+        self._whole: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        if self.train.learned:
+            for reader in (self.train, self.validation):
+                offsets = reader.offsets.read(0, reader.documents + 1)
+                self._whole[reader.split] = whole_rows(offsets, seq_len)
+            self.rows_per_epoch, self.num_validation_rows = (
+                len(begins) for begins, _ in self._whole.values()
+            )
         if not self.rows_per_epoch:
             raise DataError(
                 f"data.seq_len={seq_len}: the training split of {self.path} has only "
@@ -129,12 +141,18 @@ class Corpus:
     @property
     def validation_text_bytes(self) -> int:
         """UTF-8 bytes of all held-out documents."""
-        return self.index["splits"]["validation"]["text_bytes"]
+        entry = self.index["splits"]["validation"]
+        return entry.get("learned", entry)["text_bytes"]
 
     @property
     def validation_targets(self) -> int:
-        """Number of labels of all held-out documents: every token but the first of each."""
-        return self.validation.tokens - self.validation.documents
+        """Number of labels of all held-out documents: every token but the first of each.
+
+        In conversations: every learned token.
+        """
+        entry = self.index["splits"]["validation"]
+        every = self.validation.tokens - self.validation.documents
+        return entry["learned"]["targets"] if "learned" in entry else every
 
     def gzip_bits_per_byte(self) -> float:
         """Return bits per byte of `gzip -9` over each held-out document alone."""
@@ -148,6 +166,8 @@ class Corpus:
     def no_verdict(self) -> str:
         """Reason why the loss can't be compared with compressors; empty if it can."""
         documents, changed = self.validation.documents, self.index["tokenizer"]["changed"]
+        if self.validation.learned:
+            return "only answers count, and compressors see whole conversations"
         if documents < MIN_DOCUMENTS:
             return f"{documents} held-out documents are too few, {MIN_DOCUMENTS} are needed"
         if changed:
@@ -156,14 +176,18 @@ class Corpus:
 
     @property
     def sample_prompt(self) -> str:
-        """Default prompt of a sample: the first words of a held-out document."""
+        """Default prompt of a sample: the first words, or question, of a held-out document."""
         return self.index["sample_prompt"]
+
+    @property
+    def chat(self) -> ChatTemplate | None:
+        """Template of the conversations; None: the documents are plain texts."""
+        return ChatTemplate(self.tokenizer) if self.train.learned else None
 
     def row(self, split: str, number: int) -> TokenRow:
         """Return row `number` of a split; past the last token it holds padding."""
         reader = self.train if split == "train" else self.validation
-        start = min(number * self.seq_len, reader.tokens)
-        stop = min(start + self.seq_len + 1, reader.tokens)
+        start, stop = self._span(reader, number)
         tokens = np.full(self.seq_len + 1, self.tokenizer.specials.pad, np.int64)
         documents = np.full(self.seq_len + 1, reader.documents, np.int64)
         if start < stop:
@@ -171,7 +195,18 @@ class Corpus:
             documents[: stop - start] = reader.document_ids(start, stop)
         same = documents[1:] == documents[:-1]
         valid_T = same & (documents[1:] < reader.documents)
+        if reader.learned and start < stop:
+            valid_T[: stop - start - 1] &= reader.learned.read(start + 1, stop, f"row {number}") > 0
         return TokenRow(tokens[:-1], np.where(valid_T, tokens[1:], IGNORED), documents[:-1])
+
+    def _span(self, reader: SplitReader, number: int) -> tuple[int, int]:
+        """Return where a row begins in a split and where it ends, its last label included."""
+        if reader.learned:
+            begins, ends = self._whole[reader.split]
+            past = number >= len(begins)
+            return (reader.tokens,) * 2 if past else (int(begins[number]), int(ends[number]))
+        start = min(number * self.seq_len, reader.tokens)
+        return start, min(start + self.seq_len + 1, reader.tokens)
 
     def describe(self) -> list[str]:
         """Return lines for the header of a run."""
@@ -191,6 +226,13 @@ class Corpus:
             f"  rows of {self.seq_len}: {self.rows_per_epoch:,} an epoch, "
             f"{self.num_validation_rows:,} held out"
         )
+        if "learned" in splits["train"]:
+            begins, ends = self._whole["train"]
+            full = (ends - begins).sum() / (len(begins) * (self.seq_len + 1))
+            share = splits["train"]["learned"]["targets"] / self.train.tokens
+            lines.append(
+                f"  conversations: {share:.0%} of the tokens learned, rows {full:.0%} full"
+            )
         lines += [f"  {line}" for line in compressor_lines(splits["validation"])]
         return lines
 

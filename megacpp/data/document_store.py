@@ -8,14 +8,20 @@ from __future__ import annotations
 import hashlib
 import os
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 
 class DocumentStore:
-    """Append-only file of distinct documents; leaving the context deletes the file."""
+    """Append-only file of distinct documents; leaving the context deletes the file.
+
+    Attributes:
+        shown: what `read` makes of the stored bytes; None: it returns them.
+    """
 
     def __init__(self, path: Path) -> None:
+        self.shown: Callable[[bytes], bytes] | None = None
         self.path = path
         self.file = path.open("w+b")
         self.digests: list[bytes] = []  # SHA-256 of document i
@@ -51,7 +57,11 @@ class DocumentStore:
         return True
 
     def read(self, i: int) -> bytes:
-        """Return the bytes of document `i`."""
+        """Return the text of document `i`, UTF-8."""
+        return self.raw(i) if self.shown is None else self.shown(self.raw(i))
+
+    def raw(self, i: int) -> bytes:
+        """Return the stored bytes of document `i`."""
         if self._flushed < self.total_bytes:
             self.file.flush()
             self._flushed = self.total_bytes

@@ -26,6 +26,7 @@ import torch
 
 from megacpp.config.mix import MixStage
 from megacpp.data.batches import Batch
+from megacpp.data.conversations import ChatTemplate
 from megacpp.data.corpus import Corpus
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import DataError, config_error
@@ -235,8 +236,9 @@ class Mixture:
 
     @property
     def path(self) -> Path:
-        """Folder of the first source, for its tokenizer."""
-        return self.first.path
+        """Folder of the first source whose tokenizer has a chat template, else of the first."""
+        corpora = self.corpora.values()
+        return next((one for one in corpora if one.tokenizer.template), self.first).path
 
     @property
     def tokenizer(self) -> CorpusTokenizer:
@@ -252,6 +254,11 @@ class Mixture:
     def sample_prompt(self) -> str:
         """Default prompt of a sample: that of the first source."""
         return self.first.sample_prompt
+
+    @property
+    def chat(self) -> ChatTemplate | None:
+        """Template of the first source's conversations; None: its documents are plain texts."""
+        return self.first.chat
 
     @property
     def fingerprint(self) -> str:

@@ -8,6 +8,7 @@ the end, so a folder with an index is always complete.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import socket
@@ -21,11 +22,13 @@ import numpy as np
 
 from megacpp.data import fim, specials
 from megacpp.data.compressors import gzip_bits_per_byte, xz_bits_per_byte
+from megacpp.data.conversations import SIMPLE, ChatTemplate, first_question, plain_text
 from megacpp.data.document_store import DocumentStore
 from megacpp.data.held_out import choose_held_out, sample_prompt
 from megacpp.data.shards import (
     FORMAT_VERSION,
     INDEX,
+    LEARNED_VERSION,
     TOKENIZER,
     SplitWriter,
     file_entry,
@@ -98,12 +101,17 @@ def _build(spec: CorpusSpec, folder: Path) -> None:
         counts = _read(spec, source, store, stage("reading", source.total_bytes))
         train, held_out = _split(spec, store)
         tokenizer, facts = given or _learn(spec, store, train, stage)
+        if store.shown:
+            tokenizer.template = tokenizer.template or SIMPLE
         tokenizer.save(folder / TOKENIZER)
         advance = stage("encoding", store.total_bytes)
         dtype = token_dtype(tokenizer.vocab_size)
         splits, cuts = {}, {"psm": 0, "spm": 0}
         for name, members, rate in (("train", train, spec.fim_rate), ("validation", held_out, 0.0)):
             writer = SplitWriter(folder, name, dtype, spec.shard_tokens)
+            if store.shown:
+                splits[name] = _conversations(writer, store, members, tokenizer, advance)
+                continue
             for member, ids, cut in _encoded(store, members, tokenizer, spec.seed, rate):
                 writer.add(ids)
                 advance(store.sizes[member])
@@ -114,8 +122,10 @@ def _build(spec: CorpusSpec, folder: Path) -> None:
         facts["changed"] = _changed(store, held_out, tokenizer)
         splits["validation"] |= _compressors(store, held_out, stage)
         prompt = sample_prompt(store.read, held_out)
+        if store.shown:
+            prompt = first_question(store.raw(held_out[0]))
     index = {
-        "format_version": FORMAT_VERSION,
+        "format_version": LEARNED_VERSION if store.shown else FORMAT_VERSION,
         "command": spec.command(),
         "arguments": spec.arguments(),
         "source": {
@@ -156,8 +166,10 @@ def _read(
 ) -> dict[str, int]:
     """Store new documents; return counts of read, empty, broken and duplicate ones."""
     counts = {"read": 0, "empty": 0, "invalid_utf8": 0, "duplicates": 0}
-    for text, read_bytes in read_items(source, spec.field):
+    conversations = 0
+    for text, read_bytes, conversation in read_items(source, spec.field):
         counts["read"] += 1
+        conversations += conversation
         if text is None:
             counts["invalid_utf8"] += 1
         elif not text:
@@ -165,6 +177,9 @@ def _read(
         elif not store.add(text.encode()):
             counts["duplicates"] += 1
         advance(read_bytes)
+    if conversations:
+        _check_conversations(spec, conversations, counts["read"])
+        store.shown = plain_text
     if len(store.digests) < 2:
         found = f"{len(store.digests)} different documents with text"
         broken = counts["invalid_utf8"]
@@ -174,6 +189,48 @@ def _read(
             "Fix: give more files, check --globs and --field, or cut files (--document-bytes 4096)."
         )
     return counts
+
+
+def _check_conversations(spec: CorpusSpec, conversations: int, read: int) -> None:
+    """Check that a source of conversations holds nothing else, and isn't to be cut.
+
+    Raises:
+        ConfigError: fill-in-the-middle cuts documents.
+        DataError: some documents are plain texts.
+    """
+    if spec.fim_rate:
+        raise config_error(
+            "fim_rate", spec.fim_rate, "conversations aren't cut", "use --fim-rate 0"
+        )
+    if conversations < read:
+        raise DataError(
+            f"source={spec.source}: {conversations:,} of {read:,} documents are conversations. "
+            "Fix: prepare the others as a corpus of their own, and mix them (--data.mix)."
+        )
+
+
+def _conversations(
+    writer: SplitWriter,
+    store: DocumentStore,
+    members: Sequence[int],
+    tokenizer: CorpusTokenizer,
+    advance: Advance,
+) -> dict[str, Any]:
+    """Write a split of conversations and its mask of learned tokens; return its entry."""
+    template, sizes = ChatTemplate(tokenizer), tokenizer.token_bytes_V
+    mask = SplitWriter(writer.folder, f"{writer.split}-learned", "uint8", writer.shard_tokens)
+    text_bytes = learned_bytes = targets = 0
+    for batch in _batches(store, members):
+        found = template.encode([json.loads(store.raw(i)) for i in batch])
+        for member, (ids, learned) in zip(batch, found, strict=True):
+            writer.add(ids)
+            mask.add(learned)
+            text_bytes += len(store.read(member))
+            learned_bytes += int(sizes[ids[1:][learned[1:] > 0]].sum())
+            targets += int(learned[1:].sum())
+            advance(store.sizes[member])
+    counts = {"targets": targets, "text_bytes": learned_bytes}
+    return writer.close() | {"text_bytes": text_bytes, "learned": mask.close() | counts}
 
 
 def _split(spec: CorpusSpec, store: DocumentStore) -> tuple[list[int], list[int]]:

@@ -5,6 +5,7 @@
     tokenizer_config.json   which special tokens stand around documents
     train-00000.bin ...     token ids, uint16 or uint32, little-endian; a shard ends with a document
     train-documents.bin     uint64: where each document starts in the split, and the end
+    train-learned-...       of conversations: uint8, 1 for each token that is learned
     validation-...          the same for the held-out documents
 
 A split is one stream of documents, `BOS tokens... EOS` each, in index order. The index holds a
@@ -28,6 +29,7 @@ from megacpp.data.tokenizer import file_sha256
 from megacpp.errors import DataError
 
 FORMAT_VERSION = 2  # version 1 had no block checksums
+LEARNED_VERSION = 3  # of corpora that learn some tokens only
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "validation")
@@ -175,6 +177,7 @@ class SplitReader:
 
     Attributes:
         checked: number of blocks compared with the index so far.
+        learned: of conversations: 1 for each token that is learned.
 
     Raises:
         DataError: shards and index disagree on counts.
@@ -195,6 +198,11 @@ class SplitReader:
         self.offsets = FileArray(folder / entry["offsets"]["file"], "<u8", self.fix)
         if self.starts[-1] != self.tokens or len(self.offsets) != self.documents + 1:
             raise DataError(f"{folder}: {split} shards and index disagree on counts. {self.fix}.")
+        self.learned: SplitReader | None = None
+        if mask := entry.get("learned"):
+            name = f"{split}-learned"
+            alike = index | {"dtype": "uint8", "vocab_size": 2, "splits": {name: mask}}
+            self.learned = SplitReader(folder, name, alike)
 
     def read(self, start: int, stop: int, place: str) -> np.ndarray:
         """Return int64 tokens `[start, stop)`.
@@ -296,10 +304,11 @@ def read_index(folder: Path, verify: bool = False) -> dict[str, Any]:
     index = _parse_index(folder)
     fix = again(index, folder)
     for split in SPLITS:
-        for entry in index["splits"][split]["shards"]:
-            _check_file(folder, entry, verify, fix)
-        # Offsets determine every row; they take eight bytes a document.
-        _check_file(folder, _offsets(index, split), True, fix)
+        for part in _parts(index, split):
+            for entry in part["shards"]:
+                _check_file(folder, entry, verify, fix)
+            # Offsets determine every row; they take eight bytes a document.
+            _check_file(folder, part["offsets"], True, fix)
     _check_file(folder, index["tokenizer"], True, fix)  # small, and every byte count depends on it
     return index
 
@@ -313,8 +322,8 @@ def fingerprint(index: dict[str, Any]) -> str:
     """Return a short hash of the corpus's content: tokenizer, token and offset files."""
     hashes = [index["dtype"], index["tokenizer"]["sha256"]]
     for split in SPLITS:
-        hashes += [_offsets(index, split)["sha256"]]
-        hashes += [shard["sha256"] for shard in index["splits"][split]["shards"]]
+        for part in _parts(index, split):
+            hashes += [part["offsets"]["sha256"], *(shard["sha256"] for shard in part["shards"])]
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:12]
 
 
@@ -331,11 +340,11 @@ def _parse_index(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"{path}: cannot be read as an index ({reason}). {AGAIN}.") from None
-    if version != FORMAT_VERSION:
+    if version not in (FORMAT_VERSION, LEARNED_VERSION):
         source = index.get("arguments", {}).get("source", "FOLDER")
         raise DataError(
             f"{path}: made by another edition of megacpp (format {version}, this one reads "
-            f"{FORMAT_VERSION}). "
+            f"{FORMAT_VERSION} and {LEARNED_VERSION}). "
             f"Fix: run `megacpp data prepare {source} --out {folder} --force`, same settings."
         )
     if own_hash != _index_sha256(index):
@@ -357,8 +366,10 @@ def _check_file(folder: Path, entry: dict[str, Any], verify: bool, fix: str) -> 
         raise DataError(f"{path}: SHA-256 differs from the index (corrupt). {fix}.")
 
 
-def _offsets(index: dict[str, Any], split: str) -> dict[str, Any]:
-    return index["splits"][split]["offsets"]
+def _parts(index: dict[str, Any], split: str) -> list[dict[str, Any]]:
+    """Return the entry of a split, and that of its mask."""
+    entry = index["splits"][split]
+    return [entry, entry["learned"]] if "learned" in entry else [entry]
 
 
 def _index_sha256(index: dict[str, Any]) -> str:

@@ -19,11 +19,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from megacpp.data.conversations import is_conversation, messages_of
 from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files
 from megacpp.errors import DataError, did_you_mean
 
 TORCH_HEADERS = "torch-headers"
 FIELDS = ("text", "content")  # tried in this order if none is given
+MESSAGES = "messages"  # field of a conversation
 PIECE_BYTES = 1 << 20
 LONGEST = 1 << 21  # bytes of a document: encoding takes some hundred bytes for each
 LINE_BYTES = 1 << 27  # of a JSON record
@@ -35,6 +37,7 @@ class SourceDocument(NamedTuple):
 
     text: str | None  # None: not valid UTF-8
     read_bytes: int
+    conversation: bool = False  # the text is a JSON list of messages
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,13 @@ def _plain(path: Path) -> bool:
 
 def _cut_texts(documents: Iterator[SourceDocument], longest: int) -> Iterator[SourceDocument]:
     """Split texts of more than `longest` bytes, as text files are."""
-    for text, read_bytes in documents:
-        if text is None or 4 * len(text) <= longest or len(raw := text.encode()) <= longest:
-            yield SourceDocument(text, read_bytes)
+    for document in documents:
+        text, read_bytes, whole = document
+        if text is None or whole or 4 * len(text) <= longest:
+            yield document
+            continue
+        if len(raw := text.encode()) <= longest:
+            yield document
             continue
         del text
         at = 0
@@ -194,13 +201,15 @@ def _json_lines(path: Path, field: str) -> Iterator[SourceDocument]:
         if not raw.strip():
             continue
         line = _utf8(raw)
-        yield SourceDocument(
-            None if line is None else _field(line, field, path, number), read_bytes
-        )
+        text, conversation = (None, False) if line is None else _field(line, field, path, number)
+        yield SourceDocument(text, read_bytes, conversation)
 
 
-def _field(line: str, field: str, path: Path, number: int) -> str | None:
-    """Return the text of one JSON record; None if it holds half of a surrogate pair."""
+def _field(line: str, field: str, path: Path, number: int) -> tuple[str | None, bool]:
+    """Return the text of one JSON record, and whether it is a conversation.
+
+    None in place of a text that holds half of a surrogate pair.
+    """
     where = f"{path} line {number}"
     try:
         record = json.loads(line)
@@ -208,12 +217,16 @@ def _field(line: str, field: str, path: Path, number: int) -> str | None:
         raise DataError(f"{where}: no valid JSON ({error}). Fix: repair or drop it.") from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: is not a JSON object. Fix: write {{'text': ...}} a line.")
+    known = field or any(name in record for name in FIELDS)
+    if field == MESSAGES or (not known and is_conversation(record)):
+        text = json.dumps(messages_of(record, where), ensure_ascii=False)
+        return (text if _encodes(text) else None), True
     field = _present(field, record, where, "field")
     text = record[field]
     if not isinstance(text, str):
         kind = type(text).__name__
         raise DataError(f"{where}: field {field!r} is {kind}, not text. Fix: choose another field.")
-    return text if _encodes(text) else None
+    return (text if _encodes(text) else None), False
 
 
 def _plain_lines(path: Path) -> Iterator[tuple[bytes, int]]:

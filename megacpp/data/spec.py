@@ -29,7 +29,8 @@ class CorpusSpec:
         (), "Patterns of the files of a folder (none: text and record files, none hidden)."
     )
     field: str = setting(
-        "", "Text field of .jsonl records, column of .parquet files (empty: text or content)."
+        "",
+        "Text of .jsonl and .parquet records (empty: text, content or, in .jsonl, messages).",
     )
     document_bytes: int = setting(
         0,

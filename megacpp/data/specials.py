@@ -18,6 +18,7 @@ SPECIALS = ("<pad>", "<unk>", "<bos>", "<eos>", "<fim_prefix>", "<fim_middle>", 
 PAD, UNK, BOS, EOS, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = range(len(SPECIALS))
 ADDED = "<|endoftext|>"  # added to a tokenizer without special tokens
 CONFIG = "tokenizer_config.json"  # Hugging Face's file for the names of special tokens
+TEMPLATE = "chat_template.jinja"  # and for the chat template, which may also be in CONFIG
 
 # Spellings that published tokenizers use, each list in the order of preference.
 NAMES = {
@@ -119,11 +120,37 @@ def named_tokens(path: Path) -> dict[str, str]:
     return {role: name for role, name in plain.items() if isinstance(name, str)}
 
 
-def write_named_tokens(inner: tokenizers.Tokenizer, specials: Specials, path: Path) -> None:
-    """Write the `tokenizer_config.json` that belongs to a tokenizer at `path`."""
+def chat_template(path: Path) -> str:
+    """Return the chat template beside a tokenizer at `path`; empty if there is none."""
+    try:
+        return path.with_name(TEMPLATE).read_text(encoding="utf-8")
+    except OSError:
+        pass
+    try:
+        found = json.loads(path.with_name(CONFIG).read_text(encoding="utf-8"))["chat_template"]
+        if isinstance(found, list):  # several, by name
+            found = {one["name"]: one["template"] for one in found}["default"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+def write_named_tokens(
+    inner: tokenizers.Tokenizer, specials: Specials, path: Path, template: str = ""
+) -> None:
+    """Write the `tokenizer_config.json` that belongs to a tokenizer.
+
+    Args:
+        inner: tokenizer.
+        specials: its special ids around documents.
+        path: its tokenizer.json.
+        template: chat template; empty: none.
+    """
     ids = {"bos": specials.bos, "eos": specials.eos, "pad": specials.pad}
     values = {f"{role}_token": inner.id_to_token(i) for role, i in ids.items()}
     values = {"tokenizer_class": "PreTrainedTokenizerFast", **values}
+    if template:
+        values["chat_template"] = template
     text = json.dumps(values, indent=1, ensure_ascii=False)
     path.with_name(CONFIG).write_text(text + "\n", encoding="utf-8")
 

@@ -24,6 +24,7 @@ from megacpp.data.specials import (
     FIM_NAMES,
     SPECIALS,
     Specials,
+    chat_template,
     choose_specials,
     named_tokens,
     special_ids,
@@ -44,13 +45,14 @@ class CorpusTokenizer:
     Attributes:
         specials: special ids around documents.
         vocab_size: one more than the largest id.
+        template: chat template; empty if there is none.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, specials: Specials) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, specials: Specials, template: str = "") -> None:
         inner.encode_special_tokens = True  # "<eos>" inside a text is text
         inner.no_truncation()
         inner.no_padding()
-        self.inner, self.specials = inner, specials
+        self.inner, self.specials, self.template = inner, specials, template
         self.vocab_size = max(inner.get_vocab().values()) + 1
         self._state = json.loads(inner.to_str())
         # Words of code are looked up; all other text goes through the library as a whole.
@@ -107,12 +109,13 @@ class CorpusTokenizer:
                 inner.add_special_tokens(list(names))
         if not special_ids(inner):
             inner.add_special_tokens([ADDED])
-        return CorpusTokenizer(inner, choose_specials(inner, named_tokens(path), eos, str(path)))
+        marks = choose_specials(inner, named_tokens(path), eos, str(path))
+        return CorpusTokenizer(inner, marks, chat_template(path))
 
     def save(self, path: Path) -> None:
-        """Write `tokenizer.json` and, beside it, the special tokens around documents."""
+        """Write `tokenizer.json` and, beside it, special tokens and chat template."""
         self.inner.save(str(path), pretty=False)
-        write_named_tokens(self.inner, self.specials, path)
+        write_named_tokens(self.inner, self.specials, path, self.template)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the uint32 ids of a text, without any special id."""

@@ -24,7 +24,7 @@ def write_tokenizer(path: Path, folder: Path, longest: int) -> None:
 
     Without the second file transformers takes another class's words and ids by `model_type`. A text
     gets the start of a document in front, as in training and `megacpp sample`; special tokens in a
-    text are text.
+    text are text, unless there is a chat template.
 
     Args:
         path: tokenizer.json.
@@ -45,10 +45,12 @@ def write_tokenizer(path: Path, folder: Path, longest: int) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{role}_token": inner.id_to_token(i) for role, i in names.items()},
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
+        "split_special_tokens": not tokenizer.template,  # a template writes them
         "model_max_length": longest,
     }
     unknown = json.loads(inner.to_str())["model"].get("unk_token")
     if unknown or inner.token_to_id("<unk>") is not None:
         values["unk_token"] = unknown or "<unk>"
+    if tokenizer.template:
+        values["chat_template"] = tokenizer.template
     write_text(folder / CONFIG, json.dumps(values, indent=1, ensure_ascii=False) + "\n")

@@ -73,7 +73,7 @@ def export_final(
 
 
 def write_sample(corpus: RunCorpus, config: Config, folder: Path, device: torch.device) -> str:
-    """Continue the prompt with the exported weights and store the text in `samples/`.
+    """Continue, or answer, the prompt with the exported weights; store the text in `samples/`.
 
     The prompt is `run.sample_prompt`, or that of the corpus. Only the main rank calls it: the
     exported model is unsharded, and decoding carries recurrent state.
@@ -88,12 +88,17 @@ def write_sample(corpus: RunCorpus, config: Config, folder: Path, device: torch.
         return ""
     model = load_exported(folder / "final", device)
     prompt, marks = config.run.sample_prompt or corpus.sample_prompt, corpus.tokenizer.specials
+    if chat := corpus.chat:
+        begun, end = chat.prompt_ids([{"role": "user", "content": prompt}]), chat.end
+        prompt += "\n"
+    else:
+        begun, end = [marks.bos, *corpus.tokenizer.encode(prompt).tolist()], marks.eos
     ids = generate(
         model,
-        [[marks.bos, *(int(i) for i in corpus.tokenizer.encode(prompt))]],
+        [begun],
         config.run.sample_tokens,
         Sampling(TEMPERATURE, TOP_K, seed=config.run.seed),
-        stop_id=marks.eos,
+        stop_id=end,
         num_ids=corpus.vocab_size,
     )[0]
     text = prompt + corpus.tokenizer.decode(ids)

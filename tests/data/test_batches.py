@@ -363,7 +363,7 @@ def test_index_damage(damaged: Path) -> None:
     path.write_text(text.replace('"format_version": 2', '"format_version": 1'))
     refused(
         damaged,
-        r"index\.json: made by another edition of megacpp \(format 1, this one reads 2\)\. "
+        r"index\.json: made by another edition of megacpp \(format 1, this one reads 2 and 3\)\. "
         rf"Fix: run `megacpp data prepare \S+ --out {damaged} --force`",
     )
     for broken in (text[:100], "[]", "{}", "[" * 100_000):

@@ -1,0 +1,299 @@
+"""Conversations: what is learned, as transformers renders them, whole rows, masks, mistakes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+
+from megacpp.config.mix import mix_stages
+from megacpp.data.batches import IGNORED
+from megacpp.data.conversations import ChatTemplate
+from megacpp.data.corpus import Corpus
+from megacpp.data.mixture import Mixture
+from megacpp.data.prepare import CorpusSpec, ensure_corpus
+from megacpp.data.shards import fingerprint, read_index
+from megacpp.data.tokenizer import CorpusTokenizer
+from megacpp.errors import ConfigError, DataError
+from megacpp.interop.tokenizer import write_tokenizer
+from megacpp.model.hybrid import HybridLM
+from tests.model.small import small
+
+CHATML = (
+    "{% for message in messages %}\n"
+    "{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}"
+    "{% endgeneration %}{% else %}{{ message.content + '<|im_end|>' }}{% endif %}\n"
+    "{{ '\\n' }}\n{%- endfor %}\n"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Was heißt <|im_end|> und <eos>?"},
+    {"role": "assistant", "content": "Ein Zeichen."},
+    {"role": "user", "content": " Danke\n"},
+    {"role": "assistant", "content": "Gern, <|im_end|> 🙂"},
+]
+
+
+def question(n: int) -> dict[str, object]:
+    text = f"What is {n} plus {n * n % 17}" + " and no more" * (n % 5) + "?"
+    return {"prompt": text, "completion": f"It is {n + n * n % 17}."}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("talks") / "talks.jsonl"
+    long = [{"role": r, "content": f"{r} says. " * 60} for r in ("user", "assistant")]
+    records = [*map(question, range(60)), {"messages": TALK}, {"messages": long}]
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def path(source: Path) -> Path:
+    spec = CorpusSpec(str(source), vocab_size=400, validation_fraction=0.1, shard_tokens=900)
+    return ensure_corpus(spec, source.parent / "talks").path
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a byte-level tokenizer of ChatML, as published ones are."""
+    folder = tmp_path_factory.mktemp("chatml")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(models.BPE(vocab={x: i for i, x in enumerate(letters)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    inner.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    inner.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHATML}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def answers(corpus: Corpus, split: str) -> list[list[int]]:
+    """Return runs of learned labels straight from the rows."""
+    found: list[list[int]] = []
+    rows = corpus.rows_per_epoch if split == "train" else corpus.num_validation_rows
+    for number in range(rows):
+        before = IGNORED
+        for label in corpus.row(split, number).labels_T.tolist():
+            if label != IGNORED:
+                if before == IGNORED:
+                    found.append([])
+                found[-1].append(label)
+            before = label
+    return found
+
+
+def test_labels_are_the_answers_and_their_ends(path: Path) -> None:
+    corpus = Corpus(path, 2000)
+    tokenizer, found = corpus.tokenizer, []
+    for split in ("train", "validation"):
+        for ids in answers(corpus, split):
+            assert ids[-1] == tokenizer.specials.eos and ids.count(ids[-1]) == 1
+            found.append(tokenizer.decode(ids[:-1]))
+    expected = [str(question(n)["completion"]) for n in range(60)]
+    expected += ["Ein Zeichen.", "Gern, <|im_end|> 🙂", "assistant says. " * 60]
+    assert sorted(found) == sorted(expected)
+    entry = corpus.index["splits"]["validation"]["learned"]
+    assert (
+        corpus.validation_targets
+        == entry["targets"]
+        == sum(map(len, answers(corpus, "validation")))
+    )
+    batch = corpus.validation_batch(range(corpus.num_validation_rows))
+    assert batch.target_bytes == corpus.validation_text_bytes == entry["text_bytes"]
+    assert batch.num_targets == corpus.validation_targets
+
+
+def test_a_row_holds_whole_conversations(path: Path) -> None:
+    """Every answer stands behind its question, but in the one that is longer than a row."""
+    corpus = Corpus(path, 90)
+    offsets = corpus.train.offsets.read(0, corpus.train.documents + 1)
+    longest = int(np.diff(offsets).argmax())
+    targets, seen = 0, []
+    for number in range(corpus.rows_per_epoch):
+        row = corpus.row("train", number)
+        targets += (row.labels_T != IGNORED).sum()
+        for document in dict.fromkeys(row.documents_T.tolist()):
+            if document in (longest, corpus.train.documents):
+                continue
+            seen.append(document)
+            ids = row.ids_T[row.documents_T == document]
+            whole = corpus.train.document(document)
+            assert len(ids) >= len(whole) - 1 and (ids == whole[: len(ids)]).all()
+    assert seen == [d for d in range(corpus.train.documents) if d != longest]
+    assert targets == corpus.index["splits"]["train"]["learned"]["targets"]
+    assert (corpus.row("validation", corpus.num_validation_rows).labels_T == IGNORED).all()
+    assert "rows 8" in " ".join(corpus.describe()) or "rows 9" in " ".join(corpus.describe())
+
+
+def test_special_tokens_of_a_message_are_text(path: Path) -> None:
+    template = ChatTemplate(Corpus(path, 64).tokenizer)
+    ids, learned = template.encode([TALK])[0]
+    assert ids.tolist().count(template.end) == 2 and learned[ids == template.end].all()
+    assert ids[0] == Corpus(path, 64).tokenizer.specials.bos
+    text = template.tokenizer.decode(ids.tolist())
+    assert "Was heißt <|im_end|> und <eos>?" in text and "\ufdd0" not in text
+
+
+def test_a_prompt_is_the_beginning_of_what_is_learned(path: Path, chatml: Path) -> None:
+    for folder in (path, chatml):
+        template = ChatTemplate(CorpusTokenizer.load(folder / "tokenizer.json"))
+        ids, learned = template.encode([TALK])[0]
+        for count in (2, 4):
+            prompt = template.prompt_ids(TALK[:count])
+            assert ids[: len(prompt)].tolist() == prompt
+            assert learned[len(prompt)] and not learned[len(prompt) - 1]
+
+
+def test_a_template_of_the_tokenizer_is_read_as_transformers_reads_it(
+    source: Path, chatml: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    spec = CorpusSpec(str(source), tokenizer=str(chatml), validation_fraction=0.1)
+    corpus = Corpus(ensure_corpus(spec, tmp_path / "corpus").path, 64)
+    write_tokenizer(corpus.path / "tokenizer.json", tmp_path, 64)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    template = ChatTemplate(corpus.tokenizer)
+    talk = [{**one, "content": one["content"].replace("<|im_end|>", "")} for one in TALK]
+    both = theirs.apply_chat_template(talk, return_assistant_tokens_mask=True, return_dict=True)
+    ids, learned = template.encode([talk])[0]
+    assert ids.tolist() == both["input_ids"] and learned.tolist() == both["assistant_masks"]
+    prompt = theirs.apply_chat_template(talk[:2], add_generation_prompt=True, return_dict=True)
+    assert template.prompt_ids(talk[:2]) == prompt["input_ids"]
+    assert template.end == theirs.convert_tokens_to_ids("<|im_end|>")
+
+
+def test_a_template_file_goes_before_the_configuration(chatml: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(chatml, tmp_path / "named"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = [
+        {"name": "tools", "template": "x"},
+        {"name": "default", "template": "y"},
+    ]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert CorpusTokenizer.load(folder / "tokenizer.json").template == "y"
+    (folder / "chat_template.jinja").write_text("z")
+    assert CorpusTokenizer.load(folder / "tokenizer.json").template == "z"
+
+
+def test_tokens_that_are_not_learned_have_no_gradient(path: Path) -> None:
+    """Hidden states that predict a question get exactly 0; so does the row of an unseen label."""
+    batch = Corpus(path, 64).train_batch(range(4))
+    model = HybridLM(small("AFEM", vocab_size=400)).double()
+    noise = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=noise)
+    states: list[torch.Tensor] = []
+
+    def keep(module: object, args: tuple[torch.Tensor, ...]) -> None:
+        args[0].retain_grad()
+        states.append(args[0])
+
+    model.head.register_forward_pre_hook(keep)
+    model(batch.ids_BT, batch.labels_BT, batch.docs).loss_sum.backward()
+    grad_BTD = states[0].grad
+    assert grad_BTD is not None
+    sizes_BT = grad_BTD.unflatten(0, batch.ids_BT.shape) if grad_BTD.dim() == 2 else grad_BTD
+    moved_BT = sizes_BT.abs().amax(-1) > 0
+    assert torch.equal(moved_BT, batch.labels_BT != IGNORED)
+    assert 0 < moved_BT.double().mean() < 0.5
+
+
+def test_a_mixture_keeps_the_masks_and_the_template(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    for n in range(40):
+        (tmp_path / "plain" / f"{n}.txt").write_text(f"Paragraph {n} tells of {n}. " * 9)
+    spec = CorpusSpec(str(tmp_path / "plain"), tokenizer=str(path / "tokenizer.json"))
+    plain = Corpus(ensure_corpus(spec, tmp_path / "corpus").path, 64, seed=3)
+    (plain.path / "tokenizer_config.json").unlink()  # of a corpus that knows no template
+    talks = Corpus(path, 64, seed=3)
+    mixed = Mixture(
+        {"plain": Corpus(plain.path, 64, 3), "talks": talks}, mix_stages("plain=1,talks=1")
+    )
+    batch = mixed.train_batch(range(8))
+    for row in range(8):
+        corpus = (plain, talks)[row % 2]
+        assert torch.equal(batch.labels_BT[row], corpus.train_batch([row // 2]).labels_BT[0])
+    assert mixed.path == path and mixed.validation_targets == sum(
+        one.validation_targets for one in (plain, talks)
+    )
+    assert mixed.no_verdict.startswith(("plain: ", "talks: only answers count"))
+
+
+def test_a_damaged_mask_is_found(path: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(path, tmp_path / "damaged"))
+    shard = damaged / "train-learned-00000.bin"
+    raw = shard.read_bytes()
+    shard.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
+    with pytest.raises(DataError, match=r"train-learned-00000.bin block 0 .*CRC-32"):
+        Corpus(damaged, 64).row("train", 0)
+    with pytest.raises(DataError, match="SHA-256 differs"):
+        read_index(damaged, verify=True)
+    shard.write_bytes(raw[:-1])
+    with pytest.raises(DataError, match="truncated"):
+        Corpus(damaged, 64)
+    other = Path(shutil.copytree(path, tmp_path / "other"))
+    index = json.loads((other / "index.json").read_text())
+    assert index["format_version"] == 3, "an older edition would learn every token"
+    before = fingerprint(index)
+    index["splits"]["train"]["learned"]["shards"][0]["sha256"] = "0" * 64
+    assert fingerprint(index) != before
+
+
+def made(tmp_path: Path, *records: object, **settings: object) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text("\n".join(json.dumps(record) for record in records))
+    ensure_corpus(CorpusSpec(str(file), **settings), tmp_path / "x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"messages": []}, "must be a list"),
+        ({"messages": "hi"}, "must be a list"),
+        ({"messages": [{"role": "user"}]}, "message 1 has no text `role` and `content`"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "message 1 has no text"),
+        ({"messages": ["hi"]}, "message 1 has no text"),
+        ({"messages": TALK[:2]}, "no message of the assistant"),
+        ({"prompt": "hi", "completion": None}, "message 2 has no text"),
+        ({"text": "hello"}, "2 of 3 documents are conversations"),
+    ],
+)
+def test_mistakes_name_line_and_fix(tmp_path: Path, record: object, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        made(tmp_path, question(1), question(2), record)
+    assert said in str(caught.value) and "Fix: " in str(caught.value)
+    assert "x.jsonl" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_conversations_are_not_cut(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"fim_rate=0\.5: conversations aren't cut"):
+        made(tmp_path, question(1), question(2), fim_rate=0.5)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% if %}", "isn't valid Jinja"),
+        ("{{ raise_exception('no\nsystem') }}", r"refuses the conversation '1' \(no system\)"),
+        (
+            "{% for m in messages %}{{ m.role + m.content + (loop.last | string) }}{% endfor %}",
+            "writes message 3 of the conversation 'Be brief.' another way once more follow",
+        ),
+    ],
+)
+def test_a_template_that_does_not_fit_is_named(chatml: Path, template: str, said: str) -> None:
+    tokenizer = CorpusTokenizer.load(chatml / "tokenizer.json")
+    tokenizer.template = template
+    with pytest.raises(DataError, match=said):
+        ChatTemplate(tokenizer).encode([TALK])
