@@ -121,6 +121,7 @@ COMMANDS: dict[str, Command] = {
     "watch": Command("watch", "watch", "WatchArgs", "runs live in the terminal, from their files"),
     "report": Command("report", "report", "ReportArgs", "a page about a run, or several compared"),
     "sample": Command("sample", "sample", "SampleArgs", "generate text from a finished run"),
+    "chat": Command("chat", "chat", "ChatArgs", "talk with a run tuned on conversations"),
     "eval": Command("eval", "evaluate", "EvalArgs", "tasks of lm-eval on a run's weights"),
     "export": Command(
         "export", "export", "ExportArgs", "write a run's weights as a Hugging Face folder"

@@ -54,12 +54,18 @@ def find_tokenizer(run_folder: Path) -> CorpusTokenizer:
 
 
 def tokenizer_path(run_folder: Path) -> Path:
-    """Return the tokenizer.json beside the final weights, else that of the training corpus."""
+    """Return the tokenizer.json beside the final weights, else that of the training corpus.
+
+    Of several corpora: the first one with a chat template, else the first.
+    """
     path = run_folder / "final" / "tokenizer.json"
     if path.is_file():
         return path
+    from megacpp.data.specials import chat_template
+
     data = DataConfig(**_config(run_folder)["data"])
-    return corpus_folders(data)[0] / "tokenizer.json"
+    paths = [folder / "tokenizer.json" for folder in corpus_folders(data)]
+    return next((path for path in paths if chat_template(path)), paths[0])
 
 
 def load_model(run: Path, checkpoint: str, device: str) -> HybridLM:

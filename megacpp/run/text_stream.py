@@ -67,6 +67,7 @@ def continue_texts(
     max_tokens: int,
     sampling: Sampling,
     show: Callable[[str], object] | None = None,
+    end: int | None = None,
 ) -> list[list[int]]:
     """Return new ids of prompts, each of which ends with its document or its text.
 
@@ -78,6 +79,7 @@ def continue_texts(
         max_tokens: most new ids of a prompt.
         sampling: choice of the next token.
         show: called with each piece of text.
+        end: id that ends a text; None: the end of a document.
     """
 
     def take(row: int, i: int) -> None:
@@ -90,7 +92,7 @@ def continue_texts(
         prompts,
         max_tokens,
         sampling,
-        stop_id=tokenizer.specials.eos,
+        stop_id=tokenizer.specials.eos if end is None else end,
         num_ids=tokenizer.vocab_size,
         stream=take,
         finished=lambda row, ids: texts[row].ended,
