@@ -186,7 +186,7 @@ def _fp8() -> Finding:
     """Report whether this device multiplies matrices in FP8."""
     import torch
 
-    from checkpointing.fp8 import FP8_CAPABILITY
+    from megacpp.model.precision import FP8_CAPABILITY
 
     need = "compute capability {}.{}".format(*FP8_CAPABILITY)
     if not torch.cuda.is_available():
