@@ -110,6 +110,25 @@ def step_of(row: dict[str, Any]) -> tuple[StepWork, GpuSpec, list[str]]:
     return step, machine, notes
 
 
+def sizes_of(row: dict[str, Any]) -> RowSizes:
+    """Return the sizes of one rank's microbatch.
+
+    Raises:
+        UnknownRowError: the row lacks a size.
+    """
+    m, p = _filled(row), row["parallel"]
+    degree = {axis: int(p.get(axis) or 1) for axis in ("tp", "cp", "pp", "ep")}
+    data = max(1, int(row["gpus"]) // (degree["tp"] * degree["cp"] * degree["pp"]))
+    rows = _micro_batch(row, int(row["global_batch"]), data, degree["pp"], [])
+    return _sizes(row, m, family_of(row), machine_of(row), rows, degree)
+
+
+def again_of(row: dict[str, Any]) -> set[str]:
+    """Return the names of the regions that run again; `ops`: every second product of a layer."""
+    again, part, _ = _recompute(row, [])
+    return again if part == 1.0 else {"ops"}
+
+
 def _filled(row: dict[str, Any]) -> dict[str, Any]:
     """Return the model's words with sizes that follow from others.
 
