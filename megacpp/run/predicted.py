@@ -16,12 +16,13 @@ from typing import Any
 from megacpp.config.schema import Config
 from megacpp.errors import config_error
 from megacpp.memory.trace_cache import cache_folder
+from megacpp.speed.against import usual_steps
 from megacpp.speed.hardware import GpuSpec, Rates, gpu, known
 from megacpp.speed.ours import step_work
 from megacpp.speed.pipeline import KNOWN
 from megacpp.speed.step import MEASURED, NOT_MODELLED, StepTime, predict
 
-FIRST, TEN = 3, 10  # steps that aren't typical, and steps after which a run is compared
+TEN = 10  # steps after which a run is compared
 STEADY = 1.2  # times the median: a slowest step above it varies
 
 
@@ -127,7 +128,7 @@ def verdict(predicted: Mapping[str, Any], steps: Sequence[float]) -> str:
         predicted: the entry of launch.json.
         steps: measured seconds of the first steps, in order.
     """
-    usual = steps[FIRST:] or steps
+    usual = usual_steps(steps)
     real, ahead = statistics.median(usual), predicted["step_s"]
     words = f"speed: a step takes {1e3 * real:,.1f} ms, predicted {1e3 * ahead:,.1f} ms"
     low, high = predicted["step_s_range"]

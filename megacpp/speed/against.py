@@ -14,7 +14,7 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,13 @@ def compare(predicted: StepTime, folder: Path) -> MeasuredRun:
             for name in {**mine, **found}
         }
     if steps:
-        step = statistics.median(steps[FIRST:] or steps)
+        step = statistics.median(usual_steps(steps))
     return MeasuredRun((1e3 * predicted.step_s, 1e3 * step), parts, str(source))
+
+
+def usual_steps(steps: Sequence[float]) -> Sequence[float]:
+    """Return the seconds of steps without the first ones, which compile, allocate and connect."""
+    return steps[FIRST:] or steps
 
 
 def measured_steps(folder: Path) -> list[float]:

@@ -36,9 +36,13 @@ from megacpp.speed.step import BlockWork, StepWork, Transfer
 from megacpp.speed.traced import moved_by
 
 ATTENTION = {"A100": "flash2", "H100": "flash2", "B200": "flash2"}  # torch's own kernel
-SCAN_TIMES = 3.0  # a chunked scan's small products take as long as so many times their FLOPs
+SCAN_TIMES = 3.0  # a chunked scan's small products take as long as 3 times their FLOPs (assumed)
 TOKEN_US = 1.5  # a token's step in a recurrence whose state stays in registers (assumed)
-ADAM_BYTES, LOGIT_BYTES = 40.0, 16.0
+# Of an fp32 parameter: the norm reads its gradient, clipping reads and writes it, AdamW reads four
+# numbers and writes three.
+ADAM_BYTES = 4.0 * (1 + 2 + 4 + 3)
+# Of an fp32 logit: its maximum and sum of exponentials read it, the gradient is written over it.
+LOGIT_BYTES = 4.0 * (1 + 1 + 2)
 
 
 class MeshWork(NamedTuple):
