@@ -110,13 +110,6 @@ def all_sum_plain(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
-def all_max_plain(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the maximum over ranks, element by element; no gradient."""
-    if group.size() == 1:
-        return x
-    return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "max", group.group_name))
-
-
 def exchange_plain(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
     """Return `exchange` without a gradient.
 

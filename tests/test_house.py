@@ -74,7 +74,6 @@ NO_TORCH = (
     "memory/forms/layers.py",
     "memory/forms/pipeline.py",
     "memory/forms/batch.py",
-    "memory/reference.py",
     "memory/forms/optimizer_step.py",
     "memory/budget.py",
     "memory/planner.py",

@@ -13,7 +13,7 @@ import pytest
 from megacpp.config.presets import nam52_deep_base
 from megacpp.config.schema import ModelConfig
 from megacpp.memory.estimate import MemoryEstimate, estimate_memory
-from megacpp.memory.reference import (
+from tests.memory.literature import (
     dispatch_bytes,
     expert_capacity,
     hybrid_activations,

@@ -34,7 +34,6 @@ PLACES = 2**31  # more than a row has tokens
 PAST = 2**62  # past the last token of any document; a power of two, because padding goes by floats
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def flex_attention(

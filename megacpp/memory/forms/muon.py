@@ -16,11 +16,6 @@ MIB = 1 << 20
 BLOCK_CELLS = 1 << 20  # momenta are moved, and packed, so many cells at a time
 
 
-def muon_state_bytes(cells: int, momentum_itemsize: int = 2) -> int:
-    """Return bytes of the momentum of `cells` parameters; bf16 by default."""
-    return cells * momentum_itemsize
-
-
 def packing_bytes(cells: int, momentum_itemsize: int, gradient_itemsize: int) -> int:
     """Return bytes of temporaries while a block's momentum is updated and its update is packed.
 
