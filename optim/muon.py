@@ -19,48 +19,13 @@ from megacpp.dtensor import local_part
 from optim.exchange import AsyncAllToAll, CommBucket, LocalJobs
 from optim.muon_plan import Exchange, MuonPlan
 from optim.newton_schulz import (
-    Coefficients,
-    Scale,
     iteration_dtype,
     newton_schulz,
-    newton_schulz_plain,
     update_scale,
 )
 from optim.packing import JobSlice, PackedBuffer, SolveBatch
 
 Width = Literal["auto", "bf16", "fp32"]
-
-
-def muon_update(
-    grad_RC: Tensor,
-    momentum_RC: Tensor,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    steps: int = 5,
-    scale: Scale = "spectral",
-    dtype: torch.dtype | None = None,
-    coefficients: Coefficients = "quintic",
-) -> Tensor:
-    """Return the update of one matrix, `[R, C]`, before the learning rate: the reference.
-
-    `momentum_RC` becomes momentum * momentum_RC + (1 - momentum) * grad_RC in place, computed in
-    the gradient's dtype and rounded to its own.
-
-    Args:
-        grad_RC: gradient.
-        momentum_RC: momentum, updated in place.
-        momentum: decay of the momentum.
-        nesterov: orthogonalise the lookahead of the momentum instead of the momentum.
-        steps: Newton-Schulz steps.
-        scale: rule of `update_scale`.
-        dtype: dtype of the iteration; see `iteration_dtype` for the default.
-        coefficients: Newton-Schulz coefficients.
-    """
-    wide_RC = momentum_RC.to(grad_RC.dtype).lerp(grad_RC, 1 - momentum)
-    wide_RC = momentum_RC.copy_(wide_RC).to(grad_RC.dtype)
-    u_RC = wide_RC.lerp(grad_RC, 1 - momentum) if nesterov else wide_RC
-    o_RC = newton_schulz_plain(u_RC, steps, dtype, coefficients)
-    return o_RC.to(grad_RC.dtype) * update_scale(scale, *grad_RC.shape)
 
 
 def wire_dtype(parameter: Tensor, width: Width = "auto") -> torch.dtype:

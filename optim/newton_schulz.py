@@ -15,7 +15,6 @@ Legend: R rows, C columns, s the short and l the long side of a matrix, K matric
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -79,64 +78,6 @@ def newton_schulz(
     ]
     out = (done[0] if len(done) == 1 else torch.cat(done)).reshape(wide.shape)
     return _contiguous(out.mT) if tall else out
-
-
-def newton_schulz_plain(
-    g_RC: Tensor,
-    steps: int = 5,
-    dtype: torch.dtype | None = None,
-    coefficients: Coefficients = "quintic",
-) -> Tensor:
-    """Orthogonalise one matrix `[R, C]` after the definition: the reference.
-
-    Args:
-        g_RC: matrix.
-        steps: number of iterations.
-        dtype: dtype of the iteration and of the result; see `iteration_dtype` for the default.
-        coefficients: source of a, b, c.
-    """
-    x = g_RC.to(dtype or iteration_dtype(g_RC))
-    x = x.mT if g_RC.shape[0] > g_RC.shape[1] else x
-    x = x / (x.norm() * (POLAR_EXPRESS_SAFETY if coefficients == "polar_express" else 1) + EPS)
-    for a, b, c in coefficient_rows(coefficients, steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if g_RC.shape[0] > g_RC.shape[1] else x
-
-
-def orthogonalise(
-    stacks: Sequence[Tensor],
-    steps: int = 5,
-    dtype: torch.dtype | None = None,
-    coefficients: Coefficients = "quintic",
-) -> list[Tensor]:
-    """Run `newton_schulz` on many stacks `[K, R, C]` with as few products as their shapes allow.
-
-    Stacks of equal sides, in either orientation, become one batch.
-
-    Args:
-        stacks: `[K, R, C]` each.
-        steps: number of iterations.
-        dtype: dtype of the iteration and of the results; see `iteration_dtype` for the default.
-        coefficients: source of a, b, c.
-    """
-    alike: dict[tuple[int, int, torch.dtype], list[int]] = {}
-    for i, stack in enumerate(stacks):
-        _, rows, cols = stack.shape
-        alike.setdefault((min(rows, cols), max(rows, cols), stack.dtype), []).append(i)
-    results: dict[int, Tensor] = {}
-    for members in alike.values():
-        tall = [stacks[i].shape[1] > stacks[i].shape[2] for i in members]
-        flat = [stacks[i].mT if t else stacks[i] for i, t in zip(members, tall, strict=True)]
-        if _matrices_per_call(flat[0], dtype or iteration_dtype(flat[0])) == 1:
-            outs: Sequence[Tensor] = [newton_schulz(x, steps, dtype, coefficients) for x in flat]
-        else:
-            together = flat[0] if len(flat) == 1 else torch.cat(flat)
-            joined = newton_schulz(together, steps, dtype, coefficients)
-            outs = joined.split([len(x_Ksl) for x_Ksl in flat])
-        for i, out, t in zip(members, outs, tall, strict=True):
-            results[i] = out.mT if t else out
-    return [results[i] for i in range(len(stacks))]
 
 
 def coefficient_rows(coefficients: Coefficients, steps: int) -> list[tuple[float, float, float]]:

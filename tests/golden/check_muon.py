@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from optim.muon import Width, muon_update
+from optim.muon import Width
 from optim.muon_adamw import MuonAdamW
-from optim.newton_schulz import QUINTIC, newton_schulz, newton_schulz_plain, update_scale
+from optim.muon_reference import muon_update, newton_schulz_plain
+from optim.newton_schulz import QUINTIC, newton_schulz, update_scale
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("muon*.safetensors",)

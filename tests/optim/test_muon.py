@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optim.muon import Width, muon_update
+from optim.muon import Width
 from optim.muon_adamw import MuonAdamW
+from optim.muon_reference import muon_update
 from optim.newton_schulz import Coefficients, Scale
 from optim.ownership import MatrixView
 
