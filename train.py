@@ -32,7 +32,7 @@ from optim.qk_clip import QKClip
 from optim.schedule import build_scheduler, lr_multiplier
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model, load_first_weights
-from parallel.mesh import pick_device, start
+from parallel.start import pick_device, start
 
 gc.freeze()
 gc.enable()

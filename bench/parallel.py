@@ -37,7 +37,8 @@ from parallel.apply import context_plan
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.context.layout import ContextLayout
-from parallel.mesh import World, join
+from parallel.mesh import World
+from parallel.start import join
 from tests.ranks import run_ranks
 from tests.synthetic import micro_rows, ragged_batch
 

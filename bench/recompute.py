@@ -28,7 +28,8 @@ from bench.step import Trainer
 from checkpointing.tracing.meter import Meter
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config
-from parallel.mesh import World, pick_device
+from parallel.mesh import World
+from parallel.start import pick_device
 
 Row = dict[str, float]
 

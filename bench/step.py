@@ -39,7 +39,8 @@ from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.mesh import World, pick_device, start, world_size
+from parallel.mesh import World
+from parallel.start import pick_device, start, world_size
 
 
 class Trainer:

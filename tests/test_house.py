@@ -273,7 +273,7 @@ def test_another_projects_parallel_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "parallel/__init__.py").write_text("")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     for first, ends in (("", 0), ("import parallel; ", 1)):
-        code = f"{first}import train, parallel.mesh; assert train.start is parallel.mesh.start"
+        code = f"{first}import train, parallel.start; assert train.start is parallel.start.start"
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == ends, done.stderr

@@ -36,7 +36,7 @@ from bench.gpu.tables import as_markdown, show, write_section
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
 from megacpp.launch.gate import set_allocator
-from parallel.mesh import pick_device
+from parallel.start import pick_device
 
 STORED = Path(__file__).parents[2] / "docs/gpu.json"
 SECTIONS = {

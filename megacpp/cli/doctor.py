@@ -205,7 +205,7 @@ def _kernels() -> list[Finding]:
     from megacpp.kernels.chosen import host_of
     from megacpp.kernels.mamba3.library import siso_tuners
     from megacpp.kernels.selection import OPERATIONS, choose
-    from parallel.mesh import pick_device
+    from parallel.start import pick_device
 
     host = host_of(tiny(), pick_device("auto"))
     found = []
@@ -226,7 +226,7 @@ def _kernels() -> list[Finding]:
 def _compared() -> list[Finding]:
     """Compare every backend with the reference on this machine's device."""
     from megacpp.run.kernel_check import check_backends
-    from parallel.mesh import pick_device
+    from parallel.start import pick_device
 
     found = []
     for special, one in check_backends(pick_device("auto")):

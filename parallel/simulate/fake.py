@@ -29,10 +29,11 @@ from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from parallel.boundary import AccumulationBoundary
 from parallel.build import plan_model
-from parallel.mesh import World, join
+from parallel.mesh import World
 from parallel.simulate.gpu_stand_ins import on_gpu
 from parallel.simulate.shapes import ResultShapes
 from parallel.simulate.stand_ins import memory_stand_ins, stand_ins
+from parallel.start import join
 
 CPU = torch.device("cpu")
 _SHAPES = ResultShapes()  # for all traces of a process

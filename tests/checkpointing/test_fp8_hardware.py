@@ -179,7 +179,7 @@ def test_gathering_in_fp8_is_scaling_behind_a_gathering_in_bf16() -> None:
     """Tensorwise scales are of the whole weight in either case; bf16 rounds it once more before."""
 
     def body(rank: int, world_size: int, run: Run, gather: bool) -> list[float]:
-        from parallel.mesh import join
+        from parallel.start import join
 
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)

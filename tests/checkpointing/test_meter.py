@@ -38,8 +38,9 @@ from megacpp.model.init import initialise, whole
 from parallel.boundary import AccumulationBoundary
 from parallel.build import plan_model
 from parallel.fsdp import shard_slice
-from parallel.mesh import World, join
+from parallel.mesh import World
 from parallel.simulate.fake import fake_batch, fake_tensors, fake_world, planned_model
+from parallel.start import join
 from tests.model.small import small, variants
 from tests.ranks import run_ranks
 

@@ -21,7 +21,8 @@ from megacpp.config.schema import KEEP, MeshConfig
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
-from parallel.mesh import World, join
+from parallel.mesh import World
+from parallel.start import join
 from tests.gpu.devices import on_any_device
 from tests.gpu.trainer import ACCUM, Settings, T, Trainer
 from tests.model.small import shrunk

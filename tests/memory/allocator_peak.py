@@ -29,8 +29,9 @@ from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, initialise, whole
 from parallel.boundary import AccumulationBoundary
 from parallel.expert.even_routing import EvenRouting
-from parallel.mesh import World, join
+from parallel.mesh import World
 from parallel.simulate.fake import as_trained, planned_model
+from parallel.start import join
 
 CPU = torch.device("cpu")
 MARK = "the step that counts"

@@ -29,7 +29,8 @@ from megacpp.model.pattern import layer_kinds
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.fsdp import fsdp_units
-from parallel.mesh import World, build_meshes, join
+from parallel.mesh import World
+from parallel.start import build_meshes, join
 from tests.collectives import CollectiveCounter
 from tests.model.small import small, variants
 from tests.ranks import run_ranks

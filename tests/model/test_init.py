@@ -36,7 +36,8 @@ from megacpp.model.init import (
 )
 from parallel.build import build_model
 from parallel.fsdp import shard_slice
-from parallel.mesh import World, join
+from parallel.mesh import World
+from parallel.start import join
 from tests.model.small import shrunk, small, variants
 from tests.ranks import run_ranks
 

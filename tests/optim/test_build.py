@@ -18,7 +18,7 @@ from optim.build import build_optimizer, describe
 from optim.muon_adamw import MuonAdamW
 from optim.schedule import build_scheduler
 from parallel.fsdp import shard_model, shard_slice
-from parallel.mesh import join
+from parallel.start import join
 from tests.optim.test_groups import SMALL
 from tests.ranks import run_ranks
 

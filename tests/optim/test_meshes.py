@@ -27,7 +27,8 @@ from optim.muon import Width
 from optim.muon_adamw import MuonAdamW
 from optim.newton_schulz import Coefficients
 from optim.ownership import MatrixView
-from parallel.mesh import World, join
+from parallel.mesh import World
+from parallel.start import join
 from tests.collectives import Collective, CollectiveCounter
 from tests.ranks import run_ranks
 

@@ -21,7 +21,8 @@ from optim.qk_clip import QKClip
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.fsdp import shard_slice
-from parallel.mesh import World, join
+from parallel.mesh import World
+from parallel.start import join
 from tests.optim.qk_clip_cases import model_config
 from tests.ranks import LONG_S, run_ranks
 from tests.synthetic import micro_rows, ragged_batch

@@ -27,7 +27,8 @@ from megacpp.model.hybrid import HybridLM
 from optim.build import build_optimizer
 from optim.muon_adamw import MuonAdamW
 from parallel.build import build_model
-from parallel.mesh import World, join
+from parallel.mesh import World
+from parallel.start import join
 from tests.parallel.parity import models
 from tests.ranks import run_ranks
 

@@ -24,8 +24,9 @@ from parallel.context.layout import ContextLayout
 from parallel.expert.parallel import ExpertParallel, Kind
 from parallel.expert.routing import SpreadRouter
 from parallel.fsdp import shard_slice
-from parallel.mesh import World, join
+from parallel.mesh import World
 from parallel.notation import Array
+from parallel.start import join
 from parallel.tensor import shard_parameter
 from tests.differences import relative
 from tests.ranks import run_ranks

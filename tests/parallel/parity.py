@@ -40,7 +40,8 @@ from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.fsdp import shard_slice
-from parallel.mesh import World, join
+from parallel.mesh import World
+from parallel.start import join
 from tests.awake import awake
 from tests.collectives import Collective, CollectiveCounter
 from tests.differences import largest, relative

@@ -28,10 +28,11 @@ from megacpp.model.init import initialise
 from parallel.boundary import AccumulationBoundary
 from parallel.fsdp import shard_slice
 from parallel.local_shapes import own_shape
-from parallel.mesh import World, join
+from parallel.mesh import World
 from parallel.simulate.collective_log import CollectiveLog
 from parallel.simulate.dry_run import Bytes, class_of, count_all, dry_run
 from parallel.simulate.fake import fake_world, planned_model
+from parallel.start import join
 from tests.parallel.parity import CPU, Run, T, batches_of, config_of
 from tests.ranks import run_ranks
 

@@ -21,7 +21,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.regions import Region
 from parallel.expert import exchange as expert_exchange
 from parallel.expert.parallel import ExpertParallel, Kind
-from parallel.mesh import join
+from parallel.start import join
 from tests.collectives import CollectiveCounter
 from tests.model.test_moe_kept_bytes import EXPERT_GEMM, calls
 from tests.parallel.expert_cases import CPU, MOE, D, mixer_of, randn, spread_over

@@ -25,7 +25,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
 from parallel.expert.even_routing import EvenRouting
 from parallel.expert.parallel import ExpertParallel, Kind
-from parallel.mesh import join
+from parallel.start import join
 from tests.collectives import CollectiveCounter
 from tests.differences import largest
 from tests.parallel.expert_cases import CPU, MOE, D, mixer_of, randn, spread_over

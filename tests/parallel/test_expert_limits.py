@@ -14,7 +14,7 @@ from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import ModelConfig
 from megacpp.model.init import initialise
 from parallel.expert.parallel import ExpertParallel
-from parallel.mesh import join
+from parallel.start import join
 from tests.parallel.expert_cases import CPU, randn, spread_over
 from tests.parallel.test_expert_exchange import FOUR, KINDS, Leaving, Waits
 from tests.ranks import run_ranks

@@ -31,9 +31,10 @@ from megacpp.model.stages import (
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.fsdp import shard_model, shard_slice
-from parallel.mesh import World, join
+from parallel.mesh import World
 from parallel.pipeline import Pipeline
 from parallel.stages import Stage, keep_parts, make_stages, second_copies
+from parallel.start import join
 from tests.differences import largest, relative
 from tests.model.small import small
 from tests.ranks import LONG_S, run_ranks

@@ -25,10 +25,11 @@ from megacpp.model.stages import (
     stages_per_rank,
 )
 from parallel.build import build_model
-from parallel.mesh import World, join
+from parallel.mesh import World
 from parallel.pipeline import SCHEDULES as SCHEDULE_CLASSES
 from parallel.pipeline import Pipeline
 from parallel.stages import keep_parts, make_stages
+from parallel.start import join
 from tests.parallel.test_pipeline import (
     CPU,
     SCHEDULES,

@@ -13,7 +13,7 @@ import torch
 
 from megacpp.run.failure import guarded
 from megacpp.run.rank_store import RankStore
-from parallel.mesh import pick_device, start
+from parallel.start import pick_device, start
 
 
 def main(resolved: Resolved, _: RankStore) -> None:

@@ -37,7 +37,8 @@ from megacpp.run.oom import oom_screen
 from optim.build import build_optimizer
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.mesh import World, join
+from parallel.mesh import World
+from parallel.start import join
 from tests.model.small import small
 from tests.ranks import run_ranks
 from tests.run.test_forensics import run

@@ -23,7 +23,8 @@ from megacpp.state.tensors import model_tensors
 from optim.build import build_optimizer
 from parallel.build import build_model
 from parallel.fsdp import shard_slice
-from parallel.mesh import World, join
+from parallel.mesh import World
+from parallel.start import join
 from tests.model.small import small
 
 CPU = torch.device("cpu")

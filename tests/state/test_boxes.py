@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from megacpp.config.schema import MeshConfig
 from megacpp.errors import CheckpointError
 from megacpp.state.checkpoint import load_checkpoint, save_checkpoint
-from parallel.mesh import World, join
+from parallel.mesh import World
+from parallel.start import join
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
