@@ -1,0 +1,20 @@
+"""Table of the pictures: name of the file -> function that draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.pictures import memory, meshes, schedules
+from bench.pictures.svg import Drawing
+
+FOLDER = Path(__file__).parents[2] / "docs/pictures"
+PICTURES: dict[str, Callable[[], Drawing]] = {
+    "foldings": meshes.foldings,
+    "placements": meshes.placements,
+    "slices": meshes.slices,
+    "masks": meshes.masks,
+    "pipelines": schedules.pipeline_timetables,
+    "step-memory": memory.memory_of_a_step,
+    "context-memory": memory.buckets_over_context,
+}
