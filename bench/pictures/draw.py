@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.pictures import memory, meshes, schedules
+from bench.pictures import memory, meshes, schedules, sharding
 from bench.pictures.svg import Drawing
 
 FOLDER = Path(__file__).parents[2] / "docs/pictures"
@@ -15,6 +15,8 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "slices": meshes.slices,
     "masks": meshes.masks,
     "pipelines": schedules.pipeline_timetables,
+    "fsdp": sharding.fsdp_timeline,
+    "tensor-block": sharding.tensor_blocks,
     "step-memory": memory.memory_of_a_step,
     "context-memory": memory.buckets_over_context,
 }

@@ -87,6 +87,21 @@ class Drawing:
         self.parts.append(f'<{"polygon" if close else "polyline"} points="{at}" {look}/>')
         self.below(max(y for _, y in points))
 
+    def arrow(self, x: float, y: float, to_x: float, words: str) -> None:
+        """Draw a horizontal arrow to the right.
+
+        Args:
+            x: its begin.
+            y: its height.
+            to_x: its tip.
+            words: text above it, two lines at most.
+        """
+        self.path([(x, y), (to_x, y)], "line")
+        self.path([(to_x - 5, y - 4), (to_x, y), (to_x - 5, y + 4)], "line")
+        lines = words.split("\n")
+        for i, line in enumerate(lines):
+            self.text(x + 4, y - 7 - 15 * (len(lines) - 1 - i), line, "note")
+
     def legend(self, x: float, y: float, names: list[tuple[int | str, str]]) -> None:
         """Write names beside squares of their fills, in one row."""
         for fill, name in names:
