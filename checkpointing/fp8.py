@@ -4,7 +4,8 @@ torchao   the scale of a token's row is computed from that row, of a weight's ro
           and weight gradients are computed wide (recipe `rowwise_with_gw_hp`). There is no state,
           so any recomputation gives the same bits, and nothing depends on the distribution of
           tokens over microbatches and ranks. Other recipes compute scales from all tokens of a
-          microbatch on a rank. Routed experts multiply by megacpp/kernels/experts/fp8.py.
+          microbatch on a rank. Routed experts multiply by megacpp/kernels/experts/fp8.py, weights
+          that `tp` shards by checkpointing/fp8_shards.py.
 te        Transformer Engine's current scaling: one scale per tensor, computed from it. (Delayed
           scaling has a history that would have to be saved.) A layer computes in FP8 only inside
           a context, so a recomputation outside it would compute in bf16:
@@ -189,15 +190,21 @@ def _by_torchao(
 ) -> None:
     from dataclasses import replace
 
+    from torch.distributed.tensor import DTensor
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    from checkpointing.fp8_shards import shard_in_fp8
 
     recipe = Float8LinearConfig.from_recipe_name(precision.fp8_recipe)
     gather = precision.fp8_all_gather
-    convert_to_float8_training(
-        model,
-        module_filter_fn=lambda _, name: name in names,
-        config=replace(recipe, emulate=emulated, enable_fsdp_float8_all_gather=gather),
-    )
+    config = replace(recipe, emulate=emulated, enable_fsdp_float8_all_gather=gather)
+    layers = {name: model.get_submodule(name) for name in names}
+    sharded = {n: m for n, m in layers.items() if isinstance(m._parameters["weight"], DTensor)}
+    for linear in sharded.values():
+        assert isinstance(linear, nn.Linear)
+        shard_in_fp8(linear, config)
+    whole = names - set(sharded)
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in whole, config=config)
 
 
 def _by_transformer_engine(model: HybridLM, names: tuple[str, ...]) -> None:

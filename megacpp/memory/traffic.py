@@ -82,9 +82,12 @@ def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
         kinds = [kind for stage in stages for kind in stage]
         recomputed = _recomputed(own, kinds)
         again = [regions >= BLOCK for regions in recomputed]
+        in_fp8 = _in_fp8(config, size, rank)
+        gathered = in_fp8 if config.precision.fp8_all_gather else [frozenset[str]()] * len(in_fp8)
         for found in (
-            _data_axes(own, place, stages, _gathered_in_fp8(config, size, rank)),
+            _data_axes(own, place, stages, gathered),
             _tensor_axis(own, place, kinds, recomputed),
+            _scales(own, kinds, again, in_fp8),
             _expert_axis(own, kinds, again),
             _context_axis(own, kinds, again),
             _stages(own, place, stages),
@@ -110,6 +113,7 @@ def carried(config: Config, size: int) -> Counter[tuple[str, str]]:
     parts: Counter[tuple[str, str]] = Counter()
     for found in (
         _tensor_axis(own, place, kinds, recomputed),
+        _scales(own, kinds, again, _in_fp8(config, size, 0)),
         _expert_axis(own, kinds, again),
         _context_axis(own, kinds, again),
     ):
@@ -124,9 +128,9 @@ def _of_each_stage(config: Config) -> Config:
     return replace(config, train=replace(config.train, grad_accum=through))
 
 
-def _gathered_in_fp8(config: Config, size: int, rank: int) -> list[frozenset[str]]:
-    """Return, for each layer of a rank in order, the names of weights that travel in FP8."""
-    mesh, found = config.mesh, fp8_weights(config) if config.precision.fp8_all_gather else {}
+def _in_fp8(config: Config, size: int, rank: int) -> list[frozenset[str]]:
+    """Return, for each layer of a rank in order, the names of weights that multiply in FP8."""
+    mesh, found = config.mesh, fp8_weights(config)
     layers = range(config.model.depth)
     if mesh.pp > 1:
         parts = stage_parts(config.model, mesh, rank // (size // mesh.pp))
@@ -258,6 +262,32 @@ def _tensor_axis(
             if weight.tp is None and not weight.experts and not weight.folded:
                 partial += held(weight, place).own
     yield "tp", "gradients", partial * own.wide
+
+
+def _scales(
+    own: LocalShapes,
+    kinds: Sequence[str],
+    again: Sequence[bool],
+    in_fp8: Sequence[frozenset[str]],
+) -> Iterator[Sent]:
+    """Yield maxima that ranks of `tp` agree on, for scales of rows and columns in FP8.
+
+    They are of tokens and of the weight's other dim: in the forward where the weight's columns are
+    sharded, in the backward where its rows are. But the backward of `rowwise_with_gw_hp` has one
+    scale for the whole weight.
+    """
+    precision, micro = own.config.precision, own.config.train.grad_accum
+    if own.tp == 1 or precision.fp8_recipe == "tensorwise":
+        return
+    layers, wide = iter(in_fp8), precision.fp8_recipe == "rowwise_with_gw_hp"
+    for kind, anew in zip(kinds, again, strict=True):
+        eight = next(layers) if kind[0] in KINDS else ()
+        for weight in weights(own.config.model, kind):
+            if weight.name in eight and weight.tp is not None:
+                other = own.tokens + weight.shape[1 - weight.tp]
+                forward = other * weight.tp * (1 + anew)
+                backward = (own.tokens if wide else other) * (1 - weight.tp) + wide
+                yield "tp", "scales", micro * (forward + backward) * own.compute
 
 
 def _expert_axis(

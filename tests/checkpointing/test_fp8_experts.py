@@ -238,6 +238,9 @@ def test_experts_that_run_again_find_the_same_scales(policy: dict[str, Any]) -> 
 MESHES = {
     "fsdp": (MeshConfig(dp_shard=2), "EF"),
     "ep": (MeshConfig(dp_shard=2, ep=2), "EF"),
+    "tp": (MeshConfig(tp=2, dp_shard=1), "EF"),
+    "tp, heads": (MeshConfig(tp=2, dp_shard=1), "AM"),
+    "tp, ep": (MeshConfig(tp=2, dp_shard=1, ep=2), "EE"),
     "pipeline": (MeshConfig(pp=2, dp_shard=1), "EE"),
 }
 
@@ -251,10 +254,19 @@ def test_every_mesh_rounds_alike(name: str) -> None:
     """
     mesh, pattern = MESHES[name]
     own = expert_model(pattern)
+    if mesh.tp > 1:  # whose parts are multiples of 16 too
+        own = dataclasses.replace(
+            own,
+            mlp=MLPConfig(hidden_dim=64),
+            attention=dataclasses.replace(own.attention, head_dim=16),
+            moe=dataclasses.replace(own.moe, shared_hidden_dim=64),
+        )
 
     def body(rank: int, world_size: int, run: Run) -> Slices:
         base = config_of(run)
-        precision = dataclasses.replace(base.precision, fp8="torchao", fp8_ends=0)
+        precision = dataclasses.replace(
+            base.precision, fp8="torchao", fp8_ends=0, fp8_layers="AEFM"
+        )
         config = dataclasses.replace(base, model=own, precision=precision, train=CPU_RUN)
         world = world_of(rank, run)
         model = build_model(config, world, lambda m: to_fp8(m, config, CPU))

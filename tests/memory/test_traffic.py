@@ -37,6 +37,10 @@ FP8 = (
     "--precision.fp8-all-gather true --precision.fp8-local-scales true --precision.fp8-ends 1 "
     "--precision.fp8-layers AEFMR --recompute.fp8-wrapper torchao"
 )
+FP8_ROWS = (
+    "--precision.dtype bf16 --precision.fp8 torchao --precision.fp8-ends 0 "
+    "--precision.fp8-layers AEFMR --recompute.fp8-wrapper torchao"
+)
 # Ranks, rank, flags: each axis alone and with others, every kind of exchange, every policy.
 CASES = {
     "tp ep, all again": (8, 0, f"--mesh.tp 2 --mesh.ep 4 --mesh.reshard always {BLOCKS}"),
@@ -95,6 +99,13 @@ CASES = {
     "last of pp, tokens around": (4, 2, f"--mesh.pp 2 --mesh.reshard always {AROUND}"),
     "gathered in FP8": (*(4, 0), f"--mesh.dp-replicate 2 --mesh.reshard always {FP8}"),
     "pp, gathered in FP8": (*(8, 4), f"--mesh.pp 2 --mesh.dp-replicate 2 {FP8} {KEPT}"),
+    "scales of tp": (8, 0, f"--mesh.tp 2 --mesh.ep 4 {FP8_ROWS} {KEPT}"),
+    "scales of tp, all again": (8, 4, f"--mesh.pp 2 --mesh.tp 2 {FP8_ROWS} {AGAIN}"),
+    "scales of tp, mlp again": (
+        *(4, 0),
+        f"--mesh.tp 2 {FP8_ROWS} --recompute.mlp true --precision.fp8-recipe rowwise "
+        "--precision.fp8-local-scales true",
+    ),
     "cp: latents by heads": (8, 1, f"--mesh.cp 4 {MLA} --mesh.cp-attention heads"),
     "cp: latents gathered": (8, 2, f"--mesh.cp 4 {MLA} --mesh.cp-order contiguous"),
 }

@@ -236,13 +236,7 @@ def _mesh(config: Config) -> Iterator[ConfigError]:
     """Yield meshes on which a scale would depend on how a tensor is sharded."""
     fp8, mesh = config.precision.fp8, config.mesh
     if mesh.tp > 1:
-        yield config_error(
-            "mesh.tp",
-            mesh.tp,
-            f"each rank would scale its part of a row by itself (precision.fp8={fp8}), so the loss "
-            "would depend on the mesh",
-            "use mesh.tp=1, or precision.fp8=off",
-        )
+        yield from _tensor_parallel(config)
     if (
         mesh.ep > 1
         and fp8 == "torchao"
@@ -261,6 +255,39 @@ def _mesh(config: Config) -> Iterator[ConfigError]:
                 "only data axes are written for it",
                 f"use mesh.{axis}=1, or precision.fp8=torchao",
             )
+
+
+def _tensor_parallel(config: Config) -> Iterator[ConfigError]:
+    """Yield errors of `tp` for what scales that its ranks agree on can't do."""
+    precision, tp = config.precision, config.mesh.tp
+    if precision.fp8 == "te":
+        yield config_error(
+            "mesh.tp",
+            tp,
+            "each rank would scale its part of a row by itself (precision.fp8=te), so the loss "
+            "would depend on the mesh",
+            "use mesh.tp=1, or precision.fp8=torchao",
+        )
+        return
+    if precision.fp8_all_gather:
+        yield config_error(
+            "precision.fp8_all_gather",
+            True,
+            f"gathers whole weights, of which a rank of mesh.tp={tp} has a part",
+            "use precision.fp8_all_gather=false, or mesh.tp=1",
+        )
+    for letter in sorted(fp8_letters(config)):
+        for name, shape, row in BLOCK_KINDS[letter].shapes(config.model):
+            dim = row.dim_on("tp")
+            if row.fp8 and dim is not None and divides(*shape) and shape[dim] // tp % MULTIPLE:
+                yield config_error(
+                    "mesh.tp",
+                    tp,
+                    f"leaves {shape[dim] // tp} of {shape[dim]} {('rows', 'columns')[dim]} of "
+                    f"{letter} {name} on a rank; FP8 takes multiples of {MULTIPLE}",
+                    "use a smaller mesh.tp, or precision.fp8_layers without this kind",
+                )
+                return
 
 
 def fp8_mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
