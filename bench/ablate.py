@@ -3,6 +3,7 @@
     python -m bench.ablate                     every feature, three seeds; then the tables
     python -m bench.ablate --only mtp mhc      some of them, and the base
     python -m bench.ablate --show              the tables again, from docs/ablation.json
+    python -m bench.ablate --only mimo --steps 200 --record docs/mimo.json      and its curve
 
 Each run reads the same tokens in the same order as the base of its seed, from the same weights
 where the two models have the same ones, so differences are taken seed by seed. A run is `train.py`
@@ -24,6 +25,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,11 @@ from megacpp.config.schema import ModelConfig
 
 RECORD = ROOT / "docs/ablation.json"
 RUNS = ROOT / "runs/ablation"
-BASE, ALL = "base", "all"
+BASE, ALL, MIMO = "base", "all", "mimo"
 SEEDS, STEPS, EVAL_ROWS = 3, 50, 64
+SHARED = 96  # width of the shared expert beside MIMO: as many parameters as the base, to 0.04 %
 WARM = 5  # steps that are left out of the speed
+PARTS = 10  # of a run, each with its mean loss: the curve
 # Student's t for a two-sided 95 % interval of the mean, by number of pairs.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
@@ -73,7 +77,7 @@ class AblationRun:
 
 
 def variants() -> list[str]:
-    """Return the base, each feature alone, and all together."""
+    """Return the base, each feature alone, and all together; `mimo` is compared apart."""
     return [BASE, *TINY_FEATURES, ALL]
 
 
@@ -82,7 +86,15 @@ def model_of(variant: str) -> ModelConfig:
     if variant == ALL:
         return tiny_full().model
     base = tiny().model
+    if variant == MIMO:
+        return _mimo(base)
     return base if variant == BASE else TINY_FEATURES[variant](base)
+
+
+def _mimo(model: ModelConfig) -> ModelConfig:
+    """Return the model with rank 4, two groups, and a shared expert that pays for B and C."""
+    mamba3 = replace(model.mamba3, mimo_rank=4, chunk_size=16, ngroups=2)
+    return replace(model, mamba3=mamba3, moe=replace(model.moe, shared_hidden_dim=SHARED))
 
 
 def flags_of(variant: str) -> dict[str, Any]:
@@ -116,15 +128,32 @@ def train(run: AblationRun) -> dict[str, Any]:
         "tokens": sum(step["tokens"] for step in steps),
         "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps[WARM:]),
         "skipped": sum(step["skipped"] for step in steps),
+        "losses": curve_of([step["loss"] for step in steps]),
         "wall_s": time.perf_counter() - began,
     }
     found.write_text(json.dumps(figures, indent=1))
     return figures
 
 
+def curve_of(losses: list[float]) -> list[float]:
+    """Return the mean loss of each tenth of a run."""
+    cuts = [len(losses) * part // PARTS for part in range(PARTS + 1)]
+    return [statistics.mean(losses[start:end]) for start, end in pairwise(cuts) if end > start]
+
+
+def curves(record: dict[str, Any]) -> str:
+    """Return the mean loss of each tenth of the runs, over seeds, a line for each variant."""
+    lines = []
+    for variant in dict.fromkeys(run["variant"] for run in record["runs"]):
+        own = [run["losses"] for run in record["runs"] if run["variant"] == variant]
+        means = [statistics.mean(part) for part in zip(*own, strict=True)]
+        lines.append(f"{variant:5}" + "".join(f"{mean:7.3f}" for mean in means))
+    return "\n".join(lines)
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all variants, seed by seed, so that slow hours affect all variants alike."""
-    names = [BASE, *(v for v in variants() if v in options.only)] if options.only else variants()
+    names = [BASE, *(v for v in options.only if v != BASE)] if options.only else variants()
     plan = [
         AblationRun(variant, seed, options.steps, options.eval_rows)
         for seed in range(1, options.seeds + 1)
@@ -257,7 +286,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=variants(), help="variants beside the base")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*variants(), MIMO], help="variants beside the base"
+    )
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default {SEEDS}")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"default {STEPS}")
     parser.add_argument("--eval-rows", type=int, default=EVAL_ROWS, help=f"default {EVAL_ROWS}")

@@ -12,8 +12,11 @@ import pytest
 from bench.ablate import (
     ALL,
     BASE,
+    MIMO,
     RECORD,
     AblationRun,
+    curve_of,
+    curves,
     flags_of,
     lines_of,
     model_of,
@@ -22,6 +25,7 @@ from bench.ablate import (
 )
 from megacpp.config.arguments import parse_run
 from megacpp.config.presets import tiny, tiny_full
+from megacpp.model.count import count_parameters
 
 FIGURES = {"parameters": 6_000_000, "active": 4_000_000, "flops_per_token": 9, "peak_bytes": 1}
 
@@ -37,7 +41,7 @@ def record(values: dict[str, list[float]], speeds: dict[str, list[float]]) -> di
     }
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", [*variants(), MIMO])
 def test_the_flags_of_a_run_make_its_model(variant: str) -> None:
     run = AblationRun(variant, 2, 10, 8)
     config = parse_run(run.command()[2:], 1).config
@@ -81,3 +85,26 @@ def test_the_record_is_whole() -> None:
     assert set(runs) == {(variant, seed) for variant in variants() for seed in (1, 2, 3)}
     assert {run["tokens"] for run in runs.values()} == {found["tokens"]}
     assert not any(run["skipped"] for run in runs.values())
+
+
+def test_the_curve_is_the_mean_of_each_tenth() -> None:
+    losses = [float(step) for step in range(25)]
+    found = curve_of(losses)
+    assert len(found) == 10 and found[:2] == [0.5, 3.0] and found[-1] == 23.0
+    assert curve_of([2.0, 1.0]) == [2.0, 1.0]
+    runs = [{"variant": BASE, "losses": [3.0, 1.0]}, {"variant": BASE, "losses": [4.0, 2.0]}]
+    assert curves({"runs": runs}).split() == [BASE, "3.500", "1.500"]
+
+
+def test_mimo_was_trained_against_siso_at_equal_parameters() -> None:
+    found = json.loads((RECORD.parent / "mimo.json").read_text())
+    runs = {run["variant"]: run for run in found["runs"]}
+    assert list(runs) == [BASE, MIMO] and found["steps"] == 200
+    assert {run["tokens"] for run in runs.values()} == {found["tokens"]}
+    assert not any(run["skipped"] for run in runs.values())
+    siso, mimo = (count_parameters(model_of(v)) for v in (BASE, MIMO))
+    assert found["models"][MIMO]["parameters"] == mimo.total
+    for a, b in ((siso.total, mimo.total), (siso.active, mimo.active)):
+        assert abs(a / b - 1) < 1e-3
+    for run in runs.values():
+        assert len(run["losses"]) == 10 and min(run["losses"]) == run["losses"][-1] < 4
