@@ -112,7 +112,7 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
         streams = (config.model.mhc.streams,) if _streams_come(request) else ()
         x_BTD = torch.empty(
             (B, T // mesh.tp, *streams, config.model.dim),
-            dtype=torch.float32 if casts else dtype,
+            dtype=dtype,
             device=device,
             requires_grad=request.reached,
         )

@@ -67,7 +67,7 @@ def causal_conv_step(
         dilation: tokens from tap to tap.
     """
     window = torch.cat([taps_BCK1.to(x_BC.dtype), x_BC[..., None]], -1)
-    y_BC = (wide(window[..., ::dilation]) * weight_C1K[:, 0]).sum(-1).to(x_BC.dtype)
+    y_BC = (wide(window[..., ::dilation]) * weight_C1K[:, 0].to(x_BC.dtype)).sum(-1).to(x_BC.dtype)
     return _activate(y_BC, activation), window[..., 1:]
 
 
@@ -141,7 +141,7 @@ class _CausalConv(torch.autograd.Function):
 
 def _taps(weight_C1K: Tensor, x_BTC: Tensor) -> Tensor:
     """Return the weight in the dtype of the sums, `[K, C]`: channels side by side, as in x."""
-    return weight_C1K[:, 0].t().to(wide(x_BTC[:0]).dtype).contiguous()
+    return wide(weight_C1K[:, 0].t().to(x_BTC.dtype)).contiguous()  # narrow, as FSDP2 gathers it
 
 
 def _summed(x_BTC: Tensor, weight_KC: Tensor, keep: list[Tensor] | None, dilation: int) -> Tensor:

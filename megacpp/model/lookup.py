@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacpp.kernels.autocast import autocast_dtype
+
 
 class Lookup(nn.Module):
     """Rows of a table that this process holds whole."""
@@ -28,5 +30,6 @@ class Table(nn.Embedding):
         self.lookup: nn.Module = Lookup()
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows `[..., D]` of ids `input` `[...]`."""
-        return self.lookup(input, self.weight)
+        """Return the rows `[..., D]` of ids `input` `[...]`, under autocast in its dtype."""
+        rows = self.lookup(input, self.weight)
+        return rows.to(autocast_dtype(rows) or rows.dtype)  # a stream as narrow as with FSDP2

@@ -149,7 +149,7 @@ def test_every_policy(name: str, value: Any) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
 @pytest.mark.parametrize("policy", [NONE, SELECTIVE], ids=["none", "selective"])
 def test_every_dtype(dtype: Dtype, policy: CheckpointingPolicy) -> None:
-    """Autocast leaves the residual stream wide; in fp32 and fp64 nothing is cast."""
+    """The residual stream is as narrow as the compute dtype; in fp32 and fp64 nothing is cast."""
     agree(config_of("AMERFF", dtype, policy))
 
 

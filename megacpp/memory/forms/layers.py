@@ -125,7 +125,7 @@ def _within(stages: list[list[Layer]], room: int) -> list[list[Layer]]:
 def stream_bytes(own: LocalShapes) -> int:
     """Return bytes of all streams of this rank, between two layers."""
     model = own.config.model
-    return own.stream * model.mhc.streams * model.dim * own.residual
+    return own.stream * model.mhc.streams * model.dim * own.compute
 
 
 def masked(kind: str, warms_up: bool = False) -> bool:

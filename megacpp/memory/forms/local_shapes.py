@@ -141,11 +141,6 @@ class LocalShapes:
         return self.tokens // self.tp
 
     @property
-    def residual(self) -> int:
-        """Bytes of an element in the residual stream, which autocast leaves wide."""
-        return self.compute if self.parallel else self.wide
-
-    @property
     def chunks(self) -> int:
         """Chunks of a row that a rank of the context axis holds."""
         return 2 if self.cp > 1 and self.config.mesh.cp_order == "head_tail" else 1

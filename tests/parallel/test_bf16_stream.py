@@ -1,0 +1,130 @@
+"""One precision contract: the residual stream of a bf16 run is bf16 on one process and on a mesh.
+
+Forked gloo ranks. Streams of the same rows are compared number by number, behind every block: a
+stream of another dtype differs almost everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megacpp.config.schema import MeshConfig
+from megacpp.model.block import Block
+from parallel.boundary import AccumulationBoundary
+from parallel.build import build_model
+from tests.parallel.parity import (
+    Run,
+    Slices,
+    batches_of,
+    box_of,
+    config_of,
+    gradients,
+    world_of,
+)
+from tests.ranks import on_worlds
+
+MODELS = ("plain", "options")
+EXACT = (
+    MeshConfig(dp_shard=2),
+    MeshConfig(dp_shard=1, dp_replicate=2),
+    MeshConfig(dp_shard=1, pp=2),
+)
+ROUNDED = (
+    MeshConfig(dp_shard=2, ep=2),
+    MeshConfig(dp_shard=1, tp=2),
+    MeshConfig(dp_shard=1, cp=2),
+)
+
+
+def runs(meshes: tuple[MeshConfig, ...]) -> list[Run]:
+    return [
+        Run(model, mesh, accum=2 if mesh.pp > 1 else 1, dtype="bf16")
+        for model in MODELS
+        for mesh in meshes
+    ]
+
+
+@dataclass
+class Seen:
+    streams: dict[str, Tensor] = field(default_factory=dict)  # behind each block, by its name
+    gradients: Slices = field(default_factory=dict)
+    rows: tuple[int, ...] = ()
+    loss: float = 0.0
+
+
+def passed(rank: int, run: Run) -> Seen:
+    """Forward and backward of one microbatch."""
+    found, world, config = Seen(), world_of(rank, run), config_of(run)
+    model = build_model(config, world)
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: object, args: object, out: Tensor) -> None:
+            found.streams[name] = (out.to_local() if isinstance(out, DTensor) else out).detach()
+
+        return hook
+
+    for name, module in model.named_modules():
+        if isinstance(module, Block) or name == "embed":
+            module.register_forward_hook(note(name))
+    batches = batches_of(0, world, run)
+    sums = AccumulationBoundary(model, world, config).accumulate(batches)
+    found.gradients, found.rows = gradients(model), tuple(batches[-1].rows)
+    found.loss = sums.loss_sum.item() / sums.valid_tokens
+    return found
+
+
+@functools.cache
+def results() -> dict[Run, list[Seen]]:
+    every = runs(EXACT + ROUNDED)
+    jobs = {run: run.world for run in every}
+    return on_worlds(passed, jobs | {run.reference: 1 for run in every})
+
+
+@pytest.mark.parametrize("run", runs(EXACT), ids=str)
+def test_streams_are_equal_bit_for_bit(run: Run) -> None:
+    """Where ranks have rows or layers of their own, every number behind every block is the same.
+
+    A rank rounds its part of a gradient to bf16 before FSDP2 adds parts up in fp32, so each differs
+    by half a unit in the last place of eight bits, 2^-9 of its norm, and embeddings by as much
+    again: equal ids are added up in bf16.
+    """
+    (one,) = results()[run.reference]
+    assert len(one.streams) == 6
+    for seen in results()[run]:
+        rows = [one.rows.index(row) for row in seen.rows]
+        assert seen.streams and seen.loss == pytest.approx(one.loss, rel=1e-6)  # sums in fp32
+        for name, x in seen.streams.items():
+            assert x.dtype == torch.bfloat16 and torch.equal(x, one.streams[name][rows]), name
+        for name, apart in far(seen.gradients, one.gradients).items():
+            assert apart <= 2.0**-8, (name, apart)
+
+
+@pytest.mark.parametrize("run", runs(ROUNDED), ids=str)
+def test_streams_differ_by_rounded_operations(run: Run) -> None:
+    """Where ranks add up parts of a product, or exchange rows, each operation may round otherwise.
+
+    As tests/parallel/test_precision.py: a gradient passes about 64 roundings of 2^-8 at most.
+    """
+    (one,) = results()[run.reference]
+    for seen in results()[run]:
+        assert {x.dtype for x in seen.streams.values()} == {torch.bfloat16}
+        assert abs(seen.loss / one.loss - 1) <= 2.0**-12
+        apart = far(seen.gradients, one.gradients)
+        assert statistics.median(apart.values()) <= 2.0**-6, apart
+
+
+def far(found: Slices, expected: Slices) -> dict[str, float]:
+    """Norm of the difference of each part, over the norm of the whole."""
+    return {
+        name: float((part.local - expected[name].local[box_of(part)]).norm() / whole.norm())
+        for name, part in found.items()
+        if (whole := expected[name].local).any()
+    }
