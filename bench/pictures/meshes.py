@@ -98,7 +98,7 @@ def placements() -> Drawing:
     for i, (move, before, after) in enumerate(MOVES):
         x, top = 16 + i % 2 * 370, y + 6 + i // 2 * 24
         drawing.text(x, top, f"{move}:", "head")
-        drawing.text(x + 96, top, f"{before}  to  {after}")
+        drawing.text(x + 106, top, f"{before}  to  {after}")
     return drawing
 
 
