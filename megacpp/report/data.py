@@ -32,7 +32,8 @@ from megacpp.report.files import (
     run_folder,
 )
 from megacpp.run.goodput import FILE, account, read_starts
-from megacpp.run.predicted import FIRST, TEN, verdict
+from megacpp.run.predicted import TEN, verdict
+from megacpp.speed.against import usual_steps
 
 NORM_RATIO, SIGMAS = 10.0, 6.0  # as megacpp/run/health.py warns
 EVENTS = 200  # most skipped steps and warnings that are listed
@@ -182,7 +183,7 @@ def _speed(launch: Mapping[str, Any], steps: list[dict[str, Any]]) -> dict[str, 
     times = [row["step_s"] for row in steps if row["step"] >= first and row.get("step_s")]
     return {
         "predicted": ahead,
-        "measured_s": statistics.median(times[FIRST:] or times) if times else None,
+        "measured_s": statistics.median(usual_steps(times)) if times else None,
         "verdict": verdict(ahead, times[:TEN]) if len(times) >= TEN else None,
     }
 
