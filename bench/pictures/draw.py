@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.pictures import memory, meshes, schedules, sharding
+from bench.pictures import dispatch, memory, meshes, schedules, sharding
 from bench.pictures.svg import Drawing
 
 FOLDER = Path(__file__).parents[2] / "docs/pictures"
@@ -15,6 +15,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "slices": meshes.slices,
     "masks": meshes.masks,
     "pipelines": schedules.pipeline_timetables,
+    "dispatch": dispatch.expert_dispatch,
     "fsdp": sharding.fsdp_timeline,
     "tensor-block": sharding.tensor_blocks,
     "step-memory": memory.memory_of_a_step,
