@@ -88,16 +88,16 @@ def batch_of(step: int) -> Batch:
 def test_gradients_differ_by_roundings_and_nothing_else() -> None:
     """fp16 has three bits more than bf16, so it errs by an eighth: a wrong formula wouldn't.
 
-    A gradient passes through four blocks and back, some eight roundings in each: of 64 independent
-    ones, 2^-8 (2^-11) at most, eight add up. Blocks without experts, where a rounding may change a
-    choice.
+    A gradient passes through four blocks and back, some ten roundings in each, two of them of the
+    residual stream: of 80 independent ones, 2^-8 (2^-11) at most, nine add up. Blocks without
+    experts, where a rounding may change a choice.
     """
     exact = train(config_of("AMRF", dtype="fp64"), 1).gradients
     wrong: dict[str, list[float]] = {}
     for dtype, bits in (("bf16", 8), ("fp16", 11)):
         found = train(config_of("AMRF", dtype=dtype), 1).gradients
         wrong[dtype] = [float((found[n] - g).norm() / g.norm()) for n, g in exact.items()]
-        assert largest(wrong[dtype]) <= 8 * 2.0**-bits
+        assert largest(wrong[dtype]) <= 9 * 2.0**-bits
     ratios = [a / b for a, b in zip(wrong["bf16"], wrong["fp16"], strict=True)]
     assert 6 <= statistics.median(ratios) <= 11
 
