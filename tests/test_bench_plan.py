@@ -16,7 +16,8 @@ from bench.gpu.__main__ import STORED, main
 from bench.gpu.carried import BUILT, CACHES, PARTS, WHEELS, pack, prepare, unpack
 from bench.gpu.plan import DYING_S, FIRST, PACKING_S, PLANTED, SCALE
 from bench.gpu.record import GpuRecord, read
-from bench.gpu.tables import COLUMNS, as_markdown, write_section
+from bench.gpu.tables import COLUMNS, HEADING, as_markdown, write_section
+from tests.docs.test_benchmarks import unmarked
 
 ROOT = Path(__file__).parents[1]
 CELLS = [(call.name, cell.name) for call in FIRST for cell in call.cells]
@@ -150,9 +151,17 @@ def test_unknown_cells_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "error: cells=muon: not of the plan. Fix: of dense_1b" in capsys.readouterr().err
 
 
+def test_tables_say_when_they_were_run() -> None:
+    header = dict.fromkeys(("device", "capability", "driver", "torch", "triton"), "x")
+    rows = [{"section": "models", "name": "dense_1b", "mode": "eager", "tflops": 1.0}]
+    found = {**header, "commit": "7daa70a93", "date": "2026-11-25T21:00:00", "skipped": []}
+    table = as_markdown({**found, "rows": rows})
+    assert unmarked(table) == [] and table.count("Run 2026-11-25, 7daa70a:") == 2
+
+
 def test_the_page_shows_what_is_stored(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     text = STORED.with_name("benchmarks.md").read_text()
     page.write_text(text)
-    write_section(page, read(STORED))
+    write_section(page, HEADING, as_markdown(read(STORED)))
     assert page.read_text() == text, "python -m bench.gpu --table --write"

@@ -32,7 +32,7 @@ from bench.gpu.plan import PLANS, PLANTED, SCALE, run_plan
 from bench.gpu.profile import profile
 from bench.gpu.recompute import recompute
 from bench.gpu.record import GpuRecord, read
-from bench.gpu.tables import as_markdown, show, write_section
+from bench.gpu.tables import HEADING, as_markdown, show, write_section
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
 from megacpp.launch.gate import set_allocator
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     path = options.out or STORED
     if options.table:
         if options.write:
-            write_section(STORED.with_name("benchmarks.md"), read(path))
+            write_section(STORED.with_name("benchmarks.md"), HEADING, as_markdown(read(path)))
         else:
             print(as_markdown(read(path)))
         return 0

@@ -152,12 +152,14 @@ def reached(rows: Sequence[Row]) -> list[tuple[str, str, bool | None]]:
 def as_markdown(found: dict[str, Any] | None) -> str:
     """Return the section of docs/benchmarks.md: every table, `not run` where there is nothing."""
     rows: list[Row] = found["rows"] if found else []
-    lines = []
+    lines, mark = [], []
     if found:
+        mark = [f"Run {found['date'][:10]}, {found['commit'][:7]}:", ""]
         lines += [
             "{device}, capability {capability}, driver {driver}, torch {torch}, triton {triton}, "
             "commit {commit}, {date}.".format_map(found),
             "",
+            *mark,
         ]
     lines += ["| goal | measured | reached |", "|---|---|---|"]
     for words, value, ok in reached(rows):
@@ -165,7 +167,8 @@ def as_markdown(found: dict[str, Any] | None) -> str:
     for section, columns in COLUMNS.items():
         own = [row for row in rows if row["section"] == section]
         used = [c for c in columns if not own or any(row.get(c[0]) is not None for row in own)]
-        lines += ["", f"`{section}`:", "", "| " + " | ".join(c[1] for c in used) + " |"]
+        lines += ["", f"`{section}`:", "", *(mark if own else [])]
+        lines.append("| " + " | ".join(c[1] for c in used) + " |")
         lines.append("|" + "---|" * len(used))
         for row in own:
             lines.append("| " + " | ".join(cell(row, key, form) for key, _, form in used) + " |")
@@ -201,15 +204,16 @@ def show(found: dict[str, Any]) -> None:
         console.print(f"{mark}{words}: {value}", markup=False, highlight=False)
 
 
-def write_section(page: Path, found: dict[str, Any] | None) -> None:
-    """Put the tables in the page's section, below its first two paragraphs.
+def write_section(page: Path, heading: str, table: str) -> None:
+    """Put a table in a section of a page, below the section's first paragraph.
 
     Args:
         page: docs/benchmarks.md.
-        found: stored record, or None.
+        heading: of the section.
+        table: Markdown.
     """
     text = page.read_text()
-    start = text.index(HEADING)
+    start = text.index(heading)
     end = text.index("\n## ", start + 1)
     words = "\n\n".join(text[start:end].strip().split("\n\n")[:2])
-    page.write_text(f"{text[:start]}{words}\n\n{as_markdown(found)}\n{text[end:]}")
+    page.write_text(f"{text[:start]}{words}\n\n{table}\n{text[end:]}")

@@ -1,0 +1,188 @@
+"""Kernels that a GPU would be sent for each kind of block, and the bytes that they move.
+
+    python -m bench.launches           # the table
+    python -m bench.launches --json    # the same, for programs
+    python -m bench.launches --write   # to docs/benchmarks.md
+
+Blocks run eagerly, forward and backward under autocast in bf16, on tensors without values that take
+a GPU's paths. An operator that is no view and computes or copies is a launch, and so is each Triton
+kernel; empty memory is none. Bytes are those of an operator's arguments and results, so caches are
+not counted, nor what a Triton kernel or a library's kernel moves beyond them. An operator that a
+library answers with several kernels counts as one. Dims are those of nam56r_base, rows are whole.
+
+Legend: B rows, T tokens, D model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.gpu.tables import write_section
+from checkpointing.tracing.operators import ALLOCATORS, kind_of, tensors_in
+from megacpp.config.presets import nam56r_base
+from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
+from megacpp.launch.record import git_commit
+from megacpp.model.block import Block
+from megacpp.model.documents import Documents
+from megacpp.model.head import LanguageModelHead
+from parallel.simulate.fake import fake_tensors
+
+PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
+HEADING = "## Launches of a block"
+ROWS, TOKENS = 2, 4096
+# Kind of block, operation, backend.
+CASES = (
+    ("A", "", ""),
+    ("F", "", ""),
+    ("E", "experts", "torch"),
+    ("E", "experts", "triton"),
+    ("M", "mamba3", "torch"),
+    ("M", "mamba3", "mamba_ssm"),
+    ("R", "m2rnn", "torch"),
+    ("R", "m2rnn", "triton"),
+    ("G", "", ""),
+    ("head", "cross_entropy", "torch"),
+    ("head", "cross_entropy", "triton"),
+)
+EMPTY = {name for name in ALLOCATORS if "empty" in name}
+
+
+@dataclass
+class Count:
+    """Launches of one pass.
+
+    Attributes:
+        launches: operators and Triton kernels.
+        triton: of these, Triton kernels of our own.
+        bytes: that operators read and write.
+    """
+
+    launches: int = 0
+    triton: int = 0
+    bytes: int = 0
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts launches into `now`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = Count()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        kind = kind_of(func)
+        if not kind.view and kind.name not in EMPTY:
+            self.now.launches += 1
+            self.now.bytes += sum(t.nbytes for t in tensors_in((args, kwargs or {}, (out,))))
+        return out
+
+    def kernel(self, *_: Any, **__: Any) -> None:
+        """Count a Triton kernel in place of its launch."""
+        self.now.launches += 1
+        self.now.triton += 1
+
+
+@contextmanager
+def counted() -> Iterator[LaunchCounter]:
+    """Yield the counter of what runs inside, on tensors without values."""
+    from triton.runtime.jit import KernelInterface
+
+    from megacpp.kernels.m2rnn import triton as m2rnn_triton
+
+    counter = LaunchCounter()
+    with fake_tensors(memory=True, gpu=True), counter:
+        before = KernelInterface.__getitem__, m2rnn_triton.Launch._start
+        KernelInterface.__getitem__ = lambda *_: counter.kernel  # type: ignore[method-assign]
+        m2rnn_triton.Launch._start = counter.kernel  # type: ignore[method-assign]
+        try:
+            yield counter
+        finally:
+            KernelInterface.__getitem__, m2rnn_triton.Launch._start = before  # type: ignore[method-assign]
+
+
+def count(letter: str, operation: str, backend: str) -> tuple[Count, Count]:
+    """Return the launches of a forward and of a backward.
+
+    Args:
+        letter: kind of block, or `head`.
+        operation: whose backend is chosen; empty: none.
+        backend: name.
+    """
+    model = replace(nam56r_base().model, pattern=letter if letter != "head" else "A")
+    with torch.device("meta"):
+        module = LanguageModelHead(model) if letter == "head" else Block(letter, model)
+    if operation:
+        set_kernels(module, replace(PLAIN_KERNELS, **{operation: backend}))
+    with counted() as counter:
+        module.to_empty(device="cpu")
+        x_BTD = torch.empty(ROWS, TOKENS, model.dim, dtype=torch.bfloat16, requires_grad=True)
+        docs = Documents.rows(ROWS, TOKENS)
+        counter.now = forward = Count()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = _run(module, x_BTD, docs)
+        grad = torch.empty_like(y)
+        counter.now = backward = Count()
+        y.backward(grad)
+    return forward, backward
+
+
+def _run(module: nn.Module, x_BTD: Tensor, docs: Documents) -> Tensor:
+    if isinstance(module, Block):
+        return module(x_BTD, docs)
+    return module(x_BTD, docs.ids_BT).loss_sum
+
+
+def row(case: tuple[str, str, str]) -> dict[str, Any]:
+    """Return the row of a case of `CASES`."""
+    forward, backward = count(*case)
+    found = {"block": case[0], "backend": case[2] or "torch"}
+    return found | {"forward": vars(forward), "backward": vars(backward)}
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row as a line of the table."""
+    there, back = row["forward"], row["backward"]
+    return (
+        f"| {row['block']} | {row['backend']} | {there['launches']:,} | {back['launches']:,} | "
+        f"{there['triton'] + back['triton']} | {there['bytes'] / 1e9:.2f} | "
+        f"{back['bytes'] / 1e9:.2f} |"
+    )
+
+
+def table() -> str:
+    """Return the table of docs/benchmarks.md."""
+    heads = "| block | backend | forward | backward | of these Triton | GB forward | GB backward |"
+    return "\n".join([heads, "|---|---|---|---|---|---|---|", *(line(row(c)) for c in CASES)])
+
+
+def main() -> None:
+    """Print or write the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="rows as JSON")
+    parser.add_argument("--write", action="store_true", help="to docs/benchmarks.md")
+    options = parser.parse_args()
+    if options.json:
+        print(json.dumps([row(case) for case in CASES], indent=1))
+    elif options.write:
+        mark = f"Run {time.strftime('%Y-%m-%d')}, {(git_commit() or '')[:7]}:"
+        write_section(PAGE, HEADING, f"{mark}\n\n{table()}")
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()

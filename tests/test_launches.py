@@ -1,0 +1,44 @@
+"""Launches and bytes of each kind of block: by hand where that is short, and as printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench.gpu.tables import write_section
+from bench.launches import CASES, HEADING, PAGE, Count, counted, line, row
+
+# The recurrences of torch's forms have thousands of launches: many seconds each.
+QUICK = [case for case in CASES if case[0] != "G" and case[1:] != ("m2rnn", "torch")]
+
+
+def test_an_operator_is_a_launch_and_a_view_is_none() -> None:
+    """Products, copies and SiLU are launches; views and empty memory aren't. Bytes by hand."""
+    with counted() as counter:
+        x, w = torch.empty(8, 4, requires_grad=True), torch.empty(4, 4, requires_grad=True)
+        counter.now = forward = Count()
+        y = F.silu((x @ w.T).view(2, 4, 4)[:, 1:].contiguous())
+        counter.now = backward = Count()
+        y.backward(torch.empty_like(y))
+    product, part = 32 + 16 + 32, 24
+    assert forward == Count(3, 0, 4 * (product + 2 * part + 2 * part))
+    assert backward == Count(4, 0, 4 * (3 * part + (part + 32) + 2 * product))
+
+
+@pytest.mark.parametrize("case", QUICK, ids="-".join)
+def test_the_page_has_todays_counts(case: tuple[str, str, str]) -> None:
+    pytest.importorskip("triton")
+    section = PAGE.read_text().partition(HEADING)[2].partition("\n## ")[0]
+    assert line(row(case)) in section.splitlines(), "python -m bench.launches --write"
+
+
+def test_a_section_is_rewritten_in_place(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    text = f"# A\n\n{HEADING}\n\nWords.\n\n| old |\n\n## B\n\nb\n"
+    page.write_text(text)
+    for _ in range(2):
+        write_section(page, HEADING, "| new |")
+        assert page.read_text() == text.replace("old", "new")
