@@ -116,6 +116,8 @@ def main(resolved: Resolved, peers: RankStore) -> None:
             raise records.stopped(step)
         if due(config.run.eval_every, step) and not last:
             records.evaluate(step)
+        if due(config.run.tasks_every, step) and not last:
+            records.run_tasks(step)
 
     # ---- the end: held-out loss next to gzip, final weights, a sample ----------------------------
     clock.idle()

@@ -60,7 +60,7 @@ def evaluate(args: EvalArgs) -> int:
     out = prepared_file(args)
     # Before lm-eval's libraries are imported: local files need no network.
     os.environ.setdefault("HF_DATASETS_CACHE", str(out.parent / "datasets"))
-    from megacpp.run.harness import adapted, run_tasks
+    from megacpp.run.harness import adapted, figures_of, run_tasks
 
     subject = subject_of(args)
     lm = adapted(subject)
@@ -147,15 +147,3 @@ def subject_of(args: EvalArgs) -> Subject:
         size,
         gather if size > 1 else lambda own: [own],
     )
-
-
-def figures_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the numbers of each task by metric, without filters' names and standard errors."""
-    return {
-        task: {
-            key.removesuffix(",none"): float(value)
-            for key, value in found.items()
-            if isinstance(value, int | float) and "_stderr" not in key and key != "sample_len"
-        }
-        for task, found in results.items()
-    }

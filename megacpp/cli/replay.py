@@ -31,6 +31,8 @@ KEPT_APART = {  # settings of the replay alone
     "run.profile": "",
     "run.log_every": 1,
     "run.eval_every": 0,
+    "run.tasks": "",
+    "run.tasks_every": 0,
     "memory.calibration": "",
     "memory.snapshot_every": 0,
     "memory.fit": "off",

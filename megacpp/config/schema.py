@@ -35,6 +35,11 @@ class RunConfig:
     eval_rows: int = setting(
         0, "Held-out rows of an evaluation (0: all of them).", "rows", at_least=0
     )
+    tasks: str = setting("", "Tasks to evaluate as `megacpp eval` does, by commas (empty: none).")
+    tasks_every: int = setting(
+        0, "Steps from one evaluation of tasks to the next (0: at the end).", "steps", at_least=0
+    )
+    tasks_limit: int = setting(0, "Documents of each task (0: all).", "documents", at_least=0)
     sample_tokens: int = setting(
         120, "Tokens of the sample at the end (0: no sample).", "tokens", at_least=0, at_most=WIDEST
     )

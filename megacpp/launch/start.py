@@ -34,11 +34,13 @@ from megacpp.model.precision import check_device, compute_dtype, storage_dtype
 from megacpp.model.stages import as_scheduled
 from megacpp.run.corpus import RunCorpus, check_corpus, open_corpus, vocabulary_lines
 from megacpp.run.hang import group_timeout
+from megacpp.run.harness import find_tasks
 from megacpp.run.kernel_check import verify_kernels
 from megacpp.run.metrics import device_peak_flops
 from megacpp.run.predicted import Prediction, check_mfu, foresee
 from megacpp.run.rank_store import RankStore
 from megacpp.run.sinks import check_sinks
+from megacpp.run.tasks import task_names
 from megacpp.terminal.screen import check_folder
 
 
@@ -61,6 +63,8 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
     check_corpus(resolved.config, corpus)
     check_device(resolved.config, device)
     check_sinks(resolved.config)
+    if tasks := task_names(resolved.config.run.tasks):
+        find_tasks(tasks, "run.tasks")
     if resolved.config.checkpoint.init:
         from megacpp.interop.start import check_start  # imports every map of names
 

@@ -42,6 +42,8 @@ SAID = (*NO_MEMORY, "OutOfMemoryError:", "MemoryError:", "std::bad_alloc")
 SETTINGS: dict[str, Any] = {
     "run.steps": STEPS,
     "run.eval_every": 0,
+    "run.tasks": "",
+    "run.tasks_every": 0,
     "run.log_every": 1,
     "run.sample_tokens": 0,
     "run.tensorboard": False,

@@ -29,15 +29,20 @@ from megacpp.config.schema import (
 )
 from megacpp.errors import config_error
 from megacpp.memory.block_trace import DOCUMENT
+from megacpp.memory.components import RESTING
 from megacpp.memory.device import on_gpu, overhead_bytes, runtime_bytes
 from megacpp.memory.forms.detail import detail_of
 from megacpp.memory.forms.step import step_bytes
 from megacpp.memory.forms.units import stored_of
+from megacpp.model.count import count_parameters
 from megacpp.model.pattern import warms_up
 from megacpp.model.stages import LOOPED, SPLIT_BACKWARD, as_scheduled
 
 Verdict = Literal["fits", "at_risk", "does_not_fit", "unknown"]
 NO_TENSOR = ("runtime_reserved", "allocator_overhead")
+TASKS = "evaluation of tasks"  # a moment between two steps
+# Bounds of its work: bytes a token of a row for each of `dim`, and a scored token for each id.
+TASK_TOKENS, TASK_BYTES, SCORED, SCORED_BYTES = 4096, 96, 1024, 12
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,8 @@ def estimate(
         detail: fill in `detail`, which takes longer than all the rest.
     """
     found = _of_phase(config, size, rank, budget, detail)
+    if config.run.tasks:
+        found = _with_tasks(found, config)
     if not warms_up(config.model):
         return found
     after = _of_phase(with_stage(config, "sparse"), size, rank, budget, detail)
@@ -154,6 +161,38 @@ def _of_phase(
         budget,
         assumptions(config),
     )
+
+
+def _with_tasks(found: MemoryEstimate, config: Config) -> MemoryEstimate:
+    """Return the estimate with the evaluation of `run.tasks`, if that is the fullest moment.
+
+    A whole fp32 copy of the model answers on one rank, between two steps.
+    """
+    model = config.model
+    copy = 4 * count_parameters(model).total
+    work = TASK_TOKENS * model.dim * TASK_BYTES + SCORED * model.vocab_size * SCORED_BYTES
+    tensors = found.resting + copy + work
+    outside = {name: found.components.get(name, 0) for name in NO_TENSOR}
+    rest = {name: found.components.get(name, 0) for name in RESTING}
+    moments = {**found.moments, TASKS: tensors}
+    said = (
+        *found.assumptions,
+        "tasks: a whole copy on one rank; the caches of answers not counted",
+    )
+    upper = max(found.upper, tensors + margin(config, tensors) + sum(outside.values()))
+    found = replace(found, moments=moments, assumptions=said, upper=upper)
+    if tensors <= found.tensors:
+        return found
+    rest["parameters"] += copy
+    parts = {
+        **rest,
+        "batch": found.resting + copy - sum(rest.values()),
+        "workspace": work,
+        **outside,
+    }
+    point = tensors + sum(outside.values())
+    kept = {name: size for name, size in parts.items() if size}
+    return replace(found, components=kept, detail={}, moment=TASKS, point=point)
 
 
 def with_stage(config: Config, stage: Literal["sparse", "dense"]) -> Config:

@@ -137,16 +137,19 @@ def _groups(steps: list[dict[str, Any]]) -> dict[str, dict[str, list[list[float]
     rates: dict[str, list[list[float]]] = {}
     load: dict[str, list[list[float]]] = {}
     sources: dict[str, list[list[float]]] = {}
+    tasks: dict[str, list[list[float]]] = {}
     for row in steps:
         at = row["step"] + 1
         for name, rate in (row.get("lr_groups") or {}).items():
             rates.setdefault(name, []).append([at, rate])
         for name, loss in (row.get("loss_by_source") or {}).items():
             sources.setdefault(name, []).append([at, loss])
+        for name, value in (row.get("tasks") or {}).items():
+            tasks.setdefault(name, []).append([at, value])
         if busy := list((row.get("load_max_over_mean") or {}).values()):
             load.setdefault("most loaded layer", []).append([at, max(busy)])
             load.setdefault("mean of layers", []).append([at, sum(busy) / len(busy)])
-    return {"rates": rates, "load": load, "sources": sources}
+    return {"rates": rates, "load": load, "sources": sources, "tasks": tasks}
 
 
 def _samples(folder: Path) -> list[dict[str, str]]:

@@ -19,6 +19,7 @@ STEP: dict[str, tuple[type, ...]] = {
     "skipped": (bool,),
     "lr_groups": (dict,),
     "loss_by_source": (dict,),
+    "tasks": (dict,),
     "load_max_over_mean": (dict,),
     "load_entropy": (dict,),
     **dict.fromkeys(("loss", "bits_per_byte", "grad_norm", "lr", "mfu"), NUMBER),

@@ -141,6 +141,7 @@ def _curves(data: Mapping[str, Any]) -> list[str]:
         ("loss, nats a token", learned("loss")),
         ("loss by source of the mixture, nats a token", grouped("sources", plain)),
         ("bits per byte", learned("bits_per_byte", levels=levels, said=said)),
+        ("tasks", grouped("tasks", plain)),
         ("gradient norm", noisy("grad_norm", plain)),
         ("learning rate by parameter group", rates),
         ("busiest expert over the mean of its layer", grouped("load", plain)),

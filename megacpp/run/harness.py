@@ -167,7 +167,7 @@ def dropless(model: HybridLM) -> HybridLM:
 
 
 def run_tasks(
-    lm: Any, tasks: Sequence[str], limit: int | None, fewshot: int | None
+    lm: Any, tasks: Sequence[str], limit: int | None, fewshot: int | None, key: str = "tasks"
 ) -> dict[str, Any]:
     """Return what lm-eval finds: figures by task, and the samples.
 
@@ -176,26 +176,14 @@ def run_tasks(
         tasks: names that lm-eval knows, YAML files of tasks, or folders of them.
         limit: documents of each task; None: all.
         fewshot: examples in front of each question; None: the task's number.
+        key: setting that names the tasks, for messages.
 
     Raises:
         MegacppError: lm-eval isn't installed.
         ConfigError: no such task.
     """
     evaluator: Any = _imported("lm_eval.evaluator")
-    manager: Any = _imported("lm_eval.tasks")
-    files = [task for task in tasks if Path(task).exists()]
-    names = [task for task in tasks if task not in files]
-    lost = [name for name in names if name.endswith(".yaml") or "/" in name]
-    if lost:
-        raise config_error("tasks", lost[0], "no such file", "give a task's YAML file")
-    folders = sorted({str(Path(f) if Path(f).is_dir() else Path(f).parent) for f in files})
-    known = manager.TaskManager(include_path=folders or None, include_defaults=bool(names))
-    for file in files:
-        names += local_tasks(Path(file))
-    unknown = [name for name in names if name not in known.all_tasks]
-    if unknown:
-        near = "give a name of lm-eval (`lm-eval ls tasks`), or a YAML file of a task"
-        raise config_error("tasks", unknown[0], "no such task", near)
+    names, known = find_tasks(tasks, key)
     return evaluator.simple_evaluate(
         model=lm,
         tasks=names,
@@ -205,6 +193,46 @@ def run_tasks(
         bootstrap_iters=0,
         log_samples=True,
     )
+
+
+def find_tasks(tasks: Sequence[str], key: str = "tasks") -> tuple[list[str], Any]:
+    """Return the names of tasks, and lm-eval's manager that knows them.
+
+    Args:
+        tasks: names that lm-eval knows, YAML files of tasks, or folders of them.
+        key: setting that names the tasks, for messages.
+
+    Raises:
+        MegacppError: lm-eval isn't installed.
+        ConfigError: no such task.
+    """
+    manager: Any = _imported("lm_eval.tasks")
+    files = [task for task in tasks if Path(task).exists()]
+    names = [task for task in tasks if task not in files]
+    lost = [name for name in names if name.endswith(".yaml") or "/" in name]
+    if lost:
+        raise config_error(key, lost[0], "no such file", "give a task's YAML file")
+    folders = sorted({str(Path(f) if Path(f).is_dir() else Path(f).parent) for f in files})
+    known = manager.TaskManager(include_path=folders or None, include_defaults=bool(names))
+    for file in files:
+        names += local_tasks(Path(file))
+    unknown = [name for name in names if name not in known.all_tasks]
+    if unknown:
+        near = "give a name of lm-eval (`lm-eval ls tasks`), or a YAML file of a task"
+        raise config_error(key, unknown[0], "no such task", near)
+    return names, known
+
+
+def figures_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the numbers of each task by metric, without filters' names and standard errors."""
+    return {
+        task: {
+            key.removesuffix(",none"): float(value)
+            for key, value in found.items()
+            if isinstance(value, int | float) and "_stderr" not in key and key != "sample_len"
+        }
+        for task, found in results.items()
+    }
 
 
 def local_tasks(path: Path) -> list[str]:

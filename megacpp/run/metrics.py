@@ -129,6 +129,20 @@ class MetricsLog:
             with path.open("a") as f:
                 f.write(_strict_json({"step": step, **values, "no_verdict": why}) + "\n")
 
+    def tasks(self, step: int, figures: Mapping[str, Mapping[str, float]]) -> None:
+        """Print figures by task and metric, and store them in the sinks and with their step."""
+        if self._file is None:
+            return
+        flat = {f"{task} {m}": value for task, of in figures.items() for m, value in of.items()}
+        words = ", ".join(f"{name} {value:.4g}" for name, value in flat.items())
+        print("\n".join(wrapped(f"step {step + 1}: {words}", "  ")), flush=True)
+        for sink in self._sinks:
+            sink.scalars(dict(tagged(figures, "tasks")), step)
+        self._file.close()
+        path = Path(self._file.name)
+        _amend(path, step, {"tasks": json.loads(_strict_json(flat))})
+        self._file = path.open("a")
+
     def sample(self, step: int, text: str) -> None:
         """Print generated text and store it in the sinks."""
         if not self.active:
@@ -227,6 +241,17 @@ def settings_of(config: Config) -> dict[str, Setting]:
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in flatten(config).items()
     }
+
+
+def _amend(path: Path, step: int, values: Mapping[str, object]) -> None:
+    """Add values to the line of a step, atomically."""
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if (row := json.loads(line))["step"] == step:
+            lines[number] = json.dumps({**row, **values}, allow_nan=False)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(f"{line}\n" for line in lines))
+    temporary.replace(path)
 
 
 def _keep_steps(path: Path, keep: Callable[[int], bool]) -> None:

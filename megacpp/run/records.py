@@ -38,6 +38,7 @@ from megacpp.run.profiling import StepProfile
 from megacpp.run.rank_store import RankStore
 from megacpp.run.rewind import Rewinds
 from megacpp.run.step_status import StepStatus
+from megacpp.run.tasks import Tasks
 from megacpp.state.digests import Digests
 from megacpp.state.training import TrainingState
 
@@ -100,6 +101,8 @@ class Records:
         self.balance = LoadWatch(config.model.moe.load_warning)
         self.profile = StepProfile(config.run.profile, folder, rank, device)
         self.held_out = HeldOut(launch.corpus, config, share, evaluate, self.log)
+        told = rank == 0, of_sum, self.clock.alive
+        self.tasks = Tasks(state.model, launch.corpus.tokenizer, config, *told)
         self._began, self._steps = 0.0, list[float]()
 
     def begin(self, step: int) -> None:
@@ -188,6 +191,11 @@ class Records:
         with self.clock.span("evaluation"):
             return self.held_out.evaluate(step)
 
+    def run_tasks(self, step: int) -> None:
+        """Record the figures of `run.tasks` after a step; every rank calls it."""
+        with self.clock.span("evaluation"):
+            self.log.tasks(step, self.tasks.evaluate())
+
     def stopped(self, step: int) -> PreemptedError:
         """Close all records after the last step; return the error that ends a run told to stop."""
         self._close_log()
@@ -204,6 +212,8 @@ class Records:
             NonFiniteError: a weight or the held-out loss isn't finite.
         """
         finish(model, self.launch.corpus, self.launch.config, self.log, self.state.step, loss)
+        if self.launch.config.run.tasks:
+            self.run_tasks(self.state.step - 1)
 
     def close(self) -> None:
         """Close all records at the end of the run; every rank calls it."""

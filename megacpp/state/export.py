@@ -74,6 +74,28 @@ def gather_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[s
     return weights if this_rank()[0] == 0 else None
 
 
+def whole_copy(
+    model: nn.Module, config: ModelConfig, device: torch.device | str
+) -> HybridLM | None:
+    """Return a whole fp32 copy in eval mode on rank 0, None on other ranks; every rank calls it.
+
+    Args:
+        model: model on any mesh.
+        config: settings of the model.
+        device: device of the copy.
+    """
+    whole = catalogue(model_tensors(model))
+    tensors = _whole_tensors(model, whole, _ordered(model, whole), None)
+    if this_rank()[0]:
+        for _ in tensors:  # helps to gather them
+            raise AssertionError("only rank 0 gets tensors")
+        return None
+    copy = empty_model(config, device, torch.float32)
+    with torch.no_grad():
+        _fill(copy, Path("the model in training"), tensors)
+    return copy
+
+
 def export_weights(
     model: nn.Module,
     folder: Path,

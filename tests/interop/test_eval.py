@@ -96,8 +96,7 @@ def by_transformers(home: Path, tasks: list[str], **settings: Any) -> dict[str, 
     """Return the figures of lm-eval's own model of transformers."""
     from lm_eval.models.huggingface import HFLM
 
-    from megacpp.cli.eval import figures_of
-    from megacpp.run.harness import run_tasks
+    from megacpp.run.harness import figures_of, run_tasks
 
     model: Any = HFLM
     twin = model(pretrained=str(home / "hf"), dtype="float32", device="cpu", **settings)

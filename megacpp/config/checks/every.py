@@ -226,6 +226,16 @@ def _timeout(config: Config) -> Iterator[ConfigError]:
         yield config_error("run.timeout", config.run.timeout, rule, "use run.timeout=600")
 
 
+def _tasks(config: Config) -> Iterator[ConfigError]:
+    run = config.run
+    if run.tasks_every and not run.tasks.strip():
+        rule = "there is no run.tasks to evaluate"
+        yield config_error("run.tasks_every", run.tasks_every, rule, "name them, or use 0")
+    if run.tasks and importlib.util.find_spec("lm_eval") is None:
+        rule = "lm-eval isn't installed"
+        yield config_error("run.tasks", run.tasks, rule, "pip install 'megacpp[eval]'")
+
+
 def _schedule(config: Config) -> Iterator[ConfigError]:
     for key, usual in (("run.dir", "runs/tiny"), ("data.path", "data/torch-headers")):
         if not lookup(config, key).strip():
@@ -318,6 +328,7 @@ RULES: dict[str, Rules] = {
     "batch": _batch,
     "pipeline": _pipeline,
     "schedule": _alone(_schedule),
+    "tasks": _alone(_tasks),
     "profile": _alone(_profile),
     "timeout": _alone(_timeout),
     "monitor": _alone(_monitor),

@@ -1,0 +1,100 @@
+"""Tasks of lm-eval while a run goes on, on any mesh.
+
+    all ranks    gather the weights, one tensor at a time
+    main rank    a copy of the whole model answers; a small sum over all ranks for every row
+    others       take part in these sums until the main rank is done
+
+The sums are signs of life: an evaluation may take longer than the limit of `run.timeout`, as long
+as no row does. The copy is on the main rank's device, and the memory estimate counts it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.config.schema import Config
+from megacpp.data.tokenizer import CorpusTokenizer
+from megacpp.run.harness import Subject, adapted, dropless, figures_of, run_tasks
+from megacpp.state.export import whole_copy
+from megacpp.state.rng import rng_state, set_rng_state
+from megacpp.terminal.progress import counted
+
+ROW_TOKENS, BATCH = 4096, 16  # as `megacpp eval` has them
+
+
+def task_names(text: str) -> list[str]:
+    """Return the tasks of a comma-separated list."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+class Tasks:
+    """Tasks of a run.
+
+    Args:
+        model: model of this rank.
+        tokenizer: tokenizer of the corpus.
+        config: configuration of the run.
+        is_main: this rank evaluates.
+        of_sum: sums over all ranks, in place.
+        alive: tells the watch over hangs that this rank makes progress.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: CorpusTokenizer,
+        config: Config,
+        is_main: bool,
+        of_sum: Callable[[Tensor], Tensor],
+        alive: Callable[[], None],
+    ) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.is_main, self.of_sum, self.alive = is_main, of_sum, alive
+        self.device = next(model.parameters()).device
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Return figures by task and metric on the main rank, else nothing; every rank calls it.
+
+        Generators of random numbers are left as they were.
+        """
+        copy = whole_copy(self.model, self.config.model, self.device)
+        if copy is None:
+            while self._more(False):
+                self.alive()
+            return {}
+        state = rng_state()
+        try:
+            return self._figures(copy)
+        finally:
+            set_rng_state(state)
+            self._more(False)
+
+    def _figures(self, copy: Any) -> dict[str, dict[str, float]]:
+        cache = Path(self.config.run.dir) / "eval" / "datasets"
+        os.environ.setdefault("HF_DATASETS_CACHE", str(cache))
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        length = self.config.model.attention.max_seq_len
+        model = dropless(copy)
+        subject = Subject(model, self.tokenizer, length, ROW_TOKENS, BATCH, self._followed)
+        limit = self.config.run.tasks_limit or None
+        names = task_names(self.config.run.tasks)
+        found = run_tasks(adapted(subject), names, limit, None, "run.tasks")
+        return figures_of(found["results"])
+
+    def _followed(self, items: Iterable[Any], name: str, total: int) -> Iterator[Any]:
+        for item in counted(items, name, total):
+            self._more(True)
+            self.alive()
+            yield item
+
+    def _more(self, more: bool) -> bool:
+        """Meet all ranks; return whether the main rank goes on."""
+        told = torch.tensor([float(more and self.is_main)], device=self.device)
+        return self.of_sum(told).item() > 0
