@@ -11,6 +11,7 @@ import torch
 from megacpp.blocks.experts.router import Router
 from megacpp.config.arguments import parse_run
 from megacpp.config.presets import nam52_deep, nam52_deep_base, tiny
+from megacpp.config.schema import KEEP
 from megacpp.errors import ConfigError
 from megacpp.memory.estimate import estimate, estimate_memory
 from megacpp.model.documents import Documents
@@ -115,6 +116,9 @@ def test_s3_a_an_error_mid_forward_is_blamed_on_the_bucket_that_grew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the last E block on dispatch, with a snapshot and a summary; a changed chunk on states."""
+    failed = test_failed_forward
+    rows = failed.test_the_last_e_block_s_rows_are_dispatch_and_earlier_blocks_activations
+    rows(tmp_path / "rows", KEEP, "AMRFE")
     test_failed_forward.test_what_is_written_at_the_error(tmp_path / "experts", capsys)
     test_failed_forward.test_a_changed_chunk_is_told_from_a_hot_expert_mid_forward(tmp_path)
 
