@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SITE = ROOT / "build/site"
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
-LISTED = re.compile(r"(?:^- |^\d+\. |(?<=\), ))\[([^\]]+)\]\(([^)#]+\.md)\)", re.M)
+LISTED = re.compile(r"(?:^- (?:\d+ · )?|^\d+\. |(?<=\), ))\[([^\]]+)\]\(([^)#]+\.md)\)", re.M)
 FENCED = re.compile(r"(^```.*?^```$)", re.M | re.S)
 SETTINGS = {
     "site_name": "megacpp",

@@ -18,7 +18,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 # Pages for users; the commands that they show are parsed.
 USED = ("using.md", "when-it-stops.md", "faq.md")
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#]+\.md)\)")
-LISTED = re.compile(r"(?:^- |^\d+\. |(?<=\), ))\[([^\]]+)\]\(([^)#]+\.md)\)", re.M)
+LISTED = re.compile(r"(?:^- (?:\d+ · )?|^\d+\. |(?<=\), ))\[([^\]]+)\]\(([^)#]+\.md)\)", re.M)
 
 
 def name(path: Path) -> str:
