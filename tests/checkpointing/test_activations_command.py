@@ -118,7 +118,7 @@ def test_offload_moves_bytes_to_the_host(kind: str, capsys: pytest.CaptureFixtur
     offload = ["--recompute.offload", kind, "--recompute.offload-min-mib", "0.01"]
     leaves = content(capsys, *words, *offload)
     assert stays["host_bytes"] == 0 < leaves["host_bytes"] == stays["bytes"] - leaves["bytes"]
-    x = 2 * 64 * 192 * 4  # of A and F, what each of them gets
+    x = 2 * 64 * 192 * 2  # of A and F, what each of them gets in bf16
     assert leaves["host_bytes"] == 2 * x
     room = f"{1.5 * x / 2**30:.9f}"
     little = content(capsys, *words, *offload, "--recompute.offload-host-gib", room)
