@@ -30,7 +30,7 @@ from optim.build import build_optimizer, describe, learning_rates
 from optim.clip import clip_gradients
 from optim.qk_clip import QKClip
 from optim.schedule import build_scheduler, lr_multiplier
-from parallel.boundary import AccumulationBoundary
+from parallel.audit import build_boundary
 from parallel.build import build_model, load_first_weights
 from parallel.start import pick_device, start
 
@@ -62,7 +62,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     ac = ActivationCheckpointing(config, device, say=records.say)
     model = build_model(config, world, ac)
     optimizer = build_optimizer(model, config, world.holders)
-    boundary = AccumulationBoundary(model, world, config, records.stop)
+    boundary = build_boundary(model, world, config, records.stop)
     qk_clip = QKClip(model, config.optim.qk_clip, of_all) if config.optim.qk_clip else None
 
     # ---- rows, saved state, schedule, header, records --------------------------------------------

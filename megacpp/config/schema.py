@@ -65,6 +65,12 @@ class RunConfig:
         "steps",
         at_least=0,
     )
+    audit_every: int = setting(
+        0,
+        "Steps between microbatches whose gradients are computed again, bit for bit (0: never).",
+        "steps",
+        at_least=0,
+    )
     timeout: str = setting(
         "start=1800,step=600,save=1800,evaluation=1800",
         "Time without progress that ends a hang, by phase or for all: 60 (0: never).",

@@ -141,6 +141,9 @@ class Records:
         if status.healthy:
             say(self.health.observe(step, status.loss, status.grad_norm))
             say(self.balance.observe(step, status.loads))
+        self._differs = status.differs
+        if status.audit_s is not None:
+            say([f"step {step + 1}: gradients computed again in {status.audit_s:.3g} s"])
         if status.trouble:
             fate = "left out" if not status.healthy else "taken with zeros instead"
             where = self.where() or "no rank's gradients before the reduction"
@@ -172,7 +175,7 @@ class Records:
         Raises:
             NonFiniteError: it must, and no rewind or no sound checkpoint is left.
         """
-        return self.rewinds.due(self.copies.difference(step))
+        return self.rewinds.due(self._differs or self.copies.difference(step))
 
     def go_back(self) -> None:
         """Load the last sound checkpoint, and skip the rows at fault; every rank calls it.
@@ -243,6 +246,7 @@ class Records:
             **compared,
             "aux_gradient_ratio": status.auxiliary_ratio,
             "loss_scale": status.loss_scale,
+            "audit_s": status.audit_s,
             "loss_by_source": status.loss_by_source or None,
             **load_figures(status.loads),
         }

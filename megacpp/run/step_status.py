@@ -28,6 +28,7 @@ class StepStatus:
         leaving: number of ranks that were asked to stop after this step; if any, all stop.
         loss_scale: factor of the step's loss; None except in fp16.
         loss_by_source: the loss of each source of a mixture that the step has read.
+        audit_s, differs: seconds of the step's audit, and the gradient that it found to differ.
     """
 
     grad_norm: float
@@ -44,6 +45,8 @@ class StepStatus:
     leaving: int = 0
     loss_scale: float | None = None
     loss_by_source: Mapping[str, float] = field(default_factory=dict)
+    audit_s: float | None = None
+    differs: str = ""
 
     @property
     def clean(self) -> bool:

@@ -1,0 +1,176 @@
+"""Audits leave no trace in a step, and find and name one flipped bit of one rank's gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacpp.blocks.experts.router import Router
+from megacpp.config.schema import MeshConfig, RunConfig
+from megacpp.state.rng import rng_state
+from parallel.audit import AuditedBoundary, _digest
+from parallel.boundary import AccumulationBoundary
+from parallel.build import build_model
+from tests.parallel.parity import Run, batches_of, config_of, gradients, world_of
+from tests.ranks import run_ranks
+
+ONE = MeshConfig(dp_shard=1)
+MESHES = {
+    "one": ONE,
+    "dp": MeshConfig(dp_shard=2),
+    "ddp": MeshConfig(dp_replicate=2, dp_shard=1),
+    "tp": MeshConfig(dp_shard=1, tp=2),
+    "cp": MeshConfig(dp_shard=1, cp=2),
+    "ep": MeshConfig(dp_shard=2, ep=2),
+    "pp": MeshConfig(dp_shard=1, pp=2),
+    "four": MeshConfig(dp_shard=4),
+    "hsdp": MeshConfig(dp_replicate=2, dp_shard=2, ep=2),
+    "dp_tp": MeshConfig(dp_shard=2, tp=2),
+}
+HIT = "norm.weight"  # of the first block, in each stage of a pipeline
+
+
+def run_on(name: str) -> Run:
+    return Run("plain", MESHES[name], accum=2)
+
+
+def boundaries(rank: int, run: Run) -> tuple[Any, Any, AuditedBoundary]:
+    """A world, and equal models with a boundary that audits no step, and one that audits all."""
+    world, config = world_of(rank, run), config_of(run)
+    plain = AccumulationBoundary(build_model(config, world), world, config)
+    config = dataclasses.replace(config, run=RunConfig(audit_every=1))
+    return world, plain, AuditedBoundary(build_model(config, world), world, config)
+
+
+def traces(rank: int, size: int, run: Run) -> list[str]:
+    """Names of what an audit changed."""
+    world, *both = boundaries(rank, run)
+    seen: list[dict[str, Any]] = []
+    for boundary in both:
+        torch.manual_seed(3)
+        sums = boundary.accumulate(batches_of(0, world, run))
+        routers = [m for m in boundary.model.modules() if isinstance(m, Router)]
+        seen.append(
+            {name: part.local for name, part in gradients(boundary.model).items()}
+            | {f"counts {n}": r.tokens_per_expert.clone() for n, r in enumerate(routers)}
+            | {"sums": torch.stack([sums.loss_sum, sums.nll_sum]), "along": sums.along}
+            | {"generator": torch.rand(3)}
+        )
+        seen[-1] |= {f"losses {n}": s.loss_sums.clone() for n, s in enumerate(boundary.sources)}
+    assert both[1]._audit["differs"] == "" and both[1]._audit["audit_s"] > 0
+    assert seen[0].keys() == seen[1].keys()
+    return [name for name in seen[0] if not torch.equal(seen[0][name], seen[1][name])]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_an_audit_leaves_no_trace(name: str) -> None:
+    run = run_on(name)
+    found = [traces(0, 1, run)] if run.world == 1 else run_ranks(traces, run.world, run)
+    assert found == [[]] * run.world
+
+
+def flip(grad: Tensor) -> None:
+    """Flip the lowest bit of one number."""
+    local = getattr(grad, "_local_tensor", grad)
+    local.detach().view(-1).view(torch.uint8)[0] ^= 1
+
+
+def plant(boundary: AuditedBoundary, bad: range) -> str:
+    """Flip a bit of one gradient in these runs of an audit; return the gradient's name."""
+    calls, digests = {"run": -1}, boundary._digests
+
+    def counted(*args: Any) -> Tensor:
+        calls["run"] += 1
+        return digests(*args)
+
+    boundary._digests = counted  # type: ignore[method-assign]
+    name, p = next((n, p) for n, p in boundary.model.named_parameters() if n.endswith(HIT))
+    if not boundary.world.parallel:
+        p.register_post_accumulate_grad_hook(
+            lambda p: flip(p.grad) if calls["run"] in bad and p.grad is not None else None
+        )
+        return name
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    FSDPParam: Any = _fsdp_param.FSDPParam
+    read = FSDPParam.unsharded_grad_data.fget  # what a backward has made, before it is reduced
+    modules = dict(boundary.model.named_modules())
+
+    def spoiled(self: Any) -> Tensor:
+        grad, info = read(self), self._module_info
+        if calls["run"] in bad and (info.module, info.param_name) == (
+            modules[name.rpartition(".")[0]],
+            name.rpartition(".")[2],
+        ):
+            flip(grad)
+        return grad
+
+    FSDPParam.unsharded_grad_data = property(spoiled)  # in a forked rank
+    return name
+
+
+def spoiled(rank: int, size: int, run: Run, guilty: int, bad: range) -> tuple[str, str]:
+    world, _, boundary = boundaries(rank, run)
+    name = plant(boundary, bad) if rank == guilty else ""
+    boundary.accumulate(batches_of(0, world, run))
+    return name, boundary._audit["differs"]
+
+
+@pytest.mark.parametrize("bad", [range(1), range(1, 2)], ids=["first", "again"])
+@pytest.mark.parametrize("name", MESHES)
+def test_a_flipped_bit_is_found_and_named(name: str, bad: range) -> None:
+    run = run_on(name)
+    guilty = run.world - 1
+    if run.world == 1:
+        found = [spoiled(0, 1, run, guilty, bad)]
+    else:
+        found = run_ranks(spoiled, run.world, run, guilty, bad)
+    words = f"{found[guilty][0]} on rank {guilty} differs when it is computed again"
+    assert {said for _, said in found} == {f"the gradient of {words}"}
+
+
+def test_a_rank_that_is_always_wrong_is_named_among_four() -> None:
+    found = run_ranks(spoiled, 4, run_on("four"), 2, range(3))
+    assert {said for _, said in found} == {
+        f"the gradient of {found[2][0]} on rank 2 differs when it is computed again"
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype) -> None:
+    """Of a part of a matrix, which lies at any byte."""
+    whole_RX = torch.arange(5 * 40_003).view(5, -1).to(dtype)
+    t_RX = whole_RX[:, 3:40_000]
+    before, flips = int(_digest(t_RX)), 0
+    assert before != int(_digest(t_RX.flip(1))) and before != int(_digest(t_RX.flip(0)))
+    for place in range(0, 5 * 39_997, 9_973):
+        for bit in (0, 7, 8 * dtype.itemsize - 1):
+            (row, column), words = divmod(place, 39_997), whole_RX.view(torch.uint8)
+            at = (3 + column) * dtype.itemsize + bit // 8
+            words[row, at] ^= 1 << bit % 8
+            assert int(_digest(t_RX)) != before
+            flips += 1
+            words[row, at] ^= 1 << bit % 8
+    assert int(_digest(t_RX)) == before and flips > 60
+
+
+def test_rng_is_the_same_in_both_runs() -> None:
+    """A microbatch that draws numbers draws the same ones again."""
+    run = run_on("one")
+    world, _, boundary = boundaries(0, run)
+    accumulate, drawn = AccumulationBoundary.accumulate, []
+
+    def drawing(self: AccumulationBoundary, *args: Any) -> Any:
+        drawn.append(float(torch.rand(())))
+        return accumulate(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AccumulationBoundary, "accumulate", drawing)
+        before = rng_state()
+        boundary.accumulate(batches_of(0, world, run))
+    assert len(drawn) == 3 and len(set(drawn)) == 1
+    assert before != rng_state()
