@@ -83,7 +83,7 @@ def test_cells_fit_their_call(call: Any) -> None:
 
 
 def test_results_go_on_from_an_earlier_call(tmp_path: Path) -> None:
-    """What is measured again replaces its rows; another device's file is put aside."""
+    """Replace rows that are measured again, and put a file of another device aside."""
     path, cpu = tmp_path / "gpu.json", torch.device("cpu")
     first = GpuRecord(path, cpu, 60.0)
     for mode in ("eager", "graph"):

@@ -14,10 +14,10 @@ PATIENCE_S = 2.0
 
 
 class Link:
-    """One rank's way to the others; counts what it sends."""
+    """Sends and receives for one rank, and counts the elements that it sends."""
 
     def __init__(self, rank: int, world: int, boxes: dict[tuple[int, int], queue.Queue]) -> None:
-        """Open the way of one rank."""
+        """Connect a rank to the queues between all pairs of ranks."""
         self.rank, self.world, self._boxes = rank, world, boxes
         self.sent: list[tuple[int, int]] = []  # (to, elements)
 

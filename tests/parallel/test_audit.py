@@ -142,7 +142,7 @@ def test_a_rank_that_is_always_wrong_is_named_among_four() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype) -> None:
-    """Of a part of a matrix, which lies at any byte."""
+    """Flip bits of a slice of a matrix, which is neither contiguous nor aligned."""
     whole_RX = torch.arange(5 * 40_003).view(5, -1).to(dtype)
     t_RX = whole_RX[:, 3:40_000]
     before, flips = int(_digest(t_RX)), 0

@@ -1,4 +1,4 @@
-"""One precision contract: the residual stream of a bf16 run is bf16 on one process and on a mesh.
+"""Tests that the residual stream of a bf16 run is bf16 on one process as on every mesh.
 
 Forked gloo ranks. Streams of the same rows are compared number by number, behind every block: a
 stream of another dtype differs almost everywhere.
@@ -90,7 +90,7 @@ def results() -> dict[Run, list[Seen]]:
 
 @pytest.mark.parametrize("run", runs(EXACT), ids=str)
 def test_streams_are_equal_bit_for_bit(run: Run) -> None:
-    """Where ranks have rows or layers of their own, every number behind every block is the same.
+    """Compare every number behind every block on meshes that split rows or layers: equal bits.
 
     A rank rounds its part of a gradient to bf16 before FSDP2 adds parts up in fp32, so each differs
     by half a unit in the last place of eight bits, 2^-9 of its norm, and embeddings by as much
@@ -109,7 +109,7 @@ def test_streams_are_equal_bit_for_bit(run: Run) -> None:
 
 @pytest.mark.parametrize("run", runs(ROUNDED), ids=str)
 def test_streams_differ_by_rounded_operations(run: Run) -> None:
-    """Where ranks add up parts of a product, or exchange rows, each operation may round otherwise.
+    """Bound the difference on meshes that add up parts of a product or exchange rows.
 
     A rounding moves a number by 2^-9 at most, by 2^-9.8 in the quadratic mean; 80 independent ones,
     as a gradient of these models passes, by 2^-6.6.
