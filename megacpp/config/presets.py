@@ -355,7 +355,7 @@ def nam52_deep_base() -> Config:
         ),
         run=RunConfig(steps=50_000),
         data=DataConfig(path="data/corpus", seq_len=4096),
-        train=TrainConfig(device_batch_size=1, tokens_per_step=524_288),
+        train=TrainConfig(device_batch_size=2, tokens_per_step=1_048_576),
         optim=OptimConfig(lr=3e-4, muon_lr=1e-2, muon_coefficients="polar_express", qk_clip=100.0),
         recompute=PER_BLOCK,
     )

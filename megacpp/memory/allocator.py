@@ -29,7 +29,7 @@ from megacpp.memory.stream import Stream, StreamBlock
 #   nam56r_quarter, AEMRF, 1 rank              13.02     0        4.1 %      0.6 %
 #   moe_small, 4 layers, 8 ranks                1.55    0.10     12.8 %      4.9 %
 #   dense_110m, 8 ranks                         4.91    0.13      5.2 %      2.2 %
-#   nam52_deep, 6 layers, TP 2 EP 4, 8 ranks    2.91    0.42     10.5 %      4.0 %
+#   nam52_deep, 6 layers, 1 row, TP 2 EP 4      2.91    0.42     10.5 %      4.0 %
 #   nam56r, AEMRF, TP 2 EP 4, 8 ranks           4.82    0.40     10.5 %      2.3 %
 #   nam56r, AEMRF, EP 8, 2 rows, 8 ranks        7.00    0.40      9.5 %      9.3 %
 #   nam56r, AEMRF, TP 2 EP 4, 64 ranks          4.09    0.07     11.2 %      2.3 %

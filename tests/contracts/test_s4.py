@@ -11,6 +11,7 @@ import pytest
 from megacpp.config.arguments import parse_run
 from megacpp.config.batch_schedule import BatchSchedule, batch_schedule
 from megacpp.config.checks.every import broken
+from megacpp.config.presets import PRESETS
 from megacpp.config.schema import Config, MeshConfig
 from megacpp.data.loader import Loader
 from megacpp.errors import ConfigError
@@ -154,3 +155,13 @@ def test_s4_11_the_loader_moves_by_one_microbatch() -> None:
         next(batches)
         assert (loader.microbatches, loader.position) == (k, 12 + 6 * k)
         assert rows[-1] == tuple(range(12 + 6 * k - 3, 12 + 6 * k))
+
+
+def test_s4_a_one_row_is_no_default() -> None:
+    """Of no preset: a planner falls back to one row where two don't fit."""
+    rows = {name: make().train.device_batch_size for name, make in PRESETS.items()}
+    rows["a bare configuration"] = Config().train.device_batch_size
+    assert all(count > 1 for count in rows.values()), rows
+    for config in (make() for make in PRESETS.values() if make().train.tokens_per_step):
+        a_row = config.data.seq_len * config.train.device_batch_size
+        assert config.train.tokens_per_step % (8 * a_row) == 0, config.preset
