@@ -73,7 +73,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     state = TrainingState(saved, model, optimizer, config, corpus.fingerprint, loader, counters)
     with clock.span("checkpoint"):
         state.resume(launch.start_point())
-        if state.saved is None:
+        if state.resumed is None:
             state.changed += load_first_weights(model, config, world)
     scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)
     seen = describe(model, config), ac.compiled, ac.words(), state.step, state.changed
@@ -111,7 +111,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         saves = due(config.checkpoint.every, step) and not state.bad_steps
         if kept and (last or status.leaving or saves):
             with clock.span("checkpoint"):
-                state.save(config.checkpoint.keep)
+                state.save(config.checkpoint.keep, behind=not (last or status.leaving))
         if status.leaving:
             raise records.stopped(step)
         if due(config.run.eval_every, step) and not last:

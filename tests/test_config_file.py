@@ -13,6 +13,7 @@ import pytest
 from megacpp.blocks.attention.config import YarnConfig
 from megacpp.cli.main import main
 from megacpp.config.arguments import Resolved, flatten, parse_run, read_run
+from megacpp.config.settings import as_json
 from megacpp.errors import ConfigError
 
 TOML = """
@@ -43,7 +44,7 @@ def written(path: Path, text: str) -> Path:
 def run_file(path: Path, resolved: Resolved) -> Path:
     """config.json as a run writes it."""
     content = {
-        "config": dataclasses.asdict(resolved.config),
+        "config": as_json(resolved.config),
         "provenance": resolved.provenance,
     }
     return written(path, json.dumps(content))

@@ -11,7 +11,7 @@ from megacpp.config.environment import MOST_RANKS
 from megacpp.config.help import headline
 from megacpp.config.presets import PRESETS
 from megacpp.config.schema import Config
-from megacpp.config.settings import setting
+from megacpp.config.settings import as_json, setting
 from megacpp.model.count import count_parameters, published_reading, short, table_lines
 from megacpp.terminal.screen import columns, labelled, wrapped
 
@@ -91,7 +91,7 @@ def show(args: ShowArgs, words: list[str]) -> int:
     if args.json:
         content = {
             "parameters": dataclasses.asdict(count),
-            "config": dataclasses.asdict(resolved.config),
+            "config": as_json(resolved.config),
             "provenance": resolved.provenance,
         }
         print(json.dumps(content, indent=2))

@@ -12,7 +12,7 @@ from megacpp.config.checks.every import RULES, broken
 from megacpp.config.environment import MOST_RANKS
 from megacpp.config.mix import data_setting
 from megacpp.config.schema import Config
-from megacpp.config.settings import setting, settings_of
+from megacpp.config.settings import as_json, setting, settings_of
 from megacpp.errors import MegacppError
 from megacpp.memory.budget import BRIEF, GIB, as_run, fullest, words
 from megacpp.memory.fixes import memory_error
@@ -93,7 +93,7 @@ def _content(
     if resolved is not None:
         content |= {"preset": resolved.config.preset, "mesh": asdict(resolved.config.mesh)}
         if args.all:
-            content |= {"config": asdict(resolved.config), "provenance": resolved.provenance}
+            content |= {"config": as_json(resolved.config), "provenance": resolved.provenance}
     return content
 
 

@@ -23,7 +23,7 @@ from megacpp.config.help import run_help
 from megacpp.config.presets import preset
 from megacpp.config.recompute_flags import FALSE, TRUE, translate
 from megacpp.config.schema import Config
-from megacpp.config.settings import MISSING, flag_name, settings_of
+from megacpp.config.settings import MISSING, field_name, flag_name, settings_of
 from megacpp.config.settings import flatten as flatten
 from megacpp.config.values import read_value as read_value
 from megacpp.config.values import suggestion, utf8_words
@@ -392,7 +392,7 @@ def replace_keys(config: Config, values: dict[str, Any]) -> Config:
 
 def _replace(node: Any, path: list[str], value: Any) -> Any:
     if len(path) == 1:
-        return dataclasses.replace(node, **{path[0]: value})
+        return dataclasses.replace(node, **{field_name(path[0]): value})
     inner = getattr(node, path[0])
     if inner is None:
         inner = YarnConfig()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from megacpp.config.model import ModelConfig as ModelConfig
 from megacpp.config.policy import KEEP as KEEP
 from megacpp.config.policy import CheckpointingPolicy as CheckpointingPolicy
+from megacpp.config.saving import CheckpointConfig as CheckpointConfig
 from megacpp.config.settings import WIDEST, setting
 
 MOST_RANKS = 1 << 17  # reports iterate over all ranks
@@ -328,29 +329,6 @@ class KernelsConfig:
     )
     cross_entropy: Literal["auto", "triton", "torch", "reference"] = setting(
         "auto", "Backend of head and loss (auto: the first that can run here)."
-    )
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """Saved training state: when, how many, and what to resume from."""
-
-    every: int = setting(
-        500, "Steps from one save to the next (0: only at the end).", "steps", at_least=0
-    )
-    keep: int = setting(2, "Newest sound checkpoints kept (0: all).", "checkpoints", at_least=0)
-    keep_every: int = setting(
-        0, "Checkpoints at multiples of so many steps are kept for ever.", "steps", at_least=0
-    )
-    resume: str = setting(
-        "auto", "Checkpoint to go on from: auto (the newest, if any), never, or a folder."
-    )
-    damaged: Literal["stop", "older"] = setting(
-        "stop", "A damaged checkpoint at the start: stop, or go on from the newest sound one."
-    )
-    init: str = setting(
-        "",
-        "Weights to start from: a run, final/, a checkpoint, a Hugging Face folder (empty: none).",
     )
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
+from keyword import iskeyword
 from typing import Any
 
 from megacpp.errors import ConfigError, config_error
@@ -193,6 +194,11 @@ def flag_name(field: str) -> str:
     return field.rstrip("_")
 
 
+def field_name(flag: str) -> str:
+    """Return the name of a flag's field: the inverse of `flag_name`."""
+    return f"{flag}_" if iskeyword(flag) else flag
+
+
 def sections_of(cls: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield dotted name and first paragraph of every nested dataclass, in order."""
     hints = typing.get_type_hints(cls)
@@ -213,5 +219,14 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             found |= flatten(value, f"{prefix}{item.name}.")
         else:
-            found[f"{prefix}{item.name}"] = value
+            found[f"{prefix}{flag_name(item.name)}"] = value
     return found
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """Return every setting of a dataclass as nested JSON, by the names of their flags."""
+    return dataclasses.asdict(config, dict_factory=_by_flag)
+
+
+def _by_flag(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {flag_name(name): value for name, value in items}

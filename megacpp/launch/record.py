@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megacpp.config.schema import Config
+from megacpp.config.settings import as_json
 from megacpp.launch.schema import PACKAGES, SCHEMA, installed
 from megacpp.memory.calibration import fingerprint
 from megacpp.model.count import ParameterCount
@@ -26,7 +27,7 @@ CORE = ("megacpp", "torch", "numpy", "safetensors", "tokenizers", "tensorboard",
 
 def write_config(folder: Path, config: Config, provenance: dict[str, str]) -> None:
     """Write config.json: the resolved configuration and the origin of each value."""
-    content = {"config": dataclasses.asdict(config), "provenance": provenance}
+    content = {"config": as_json(config), "provenance": provenance}
     write_json(folder / "config.json", content)
 
 
@@ -57,8 +58,8 @@ def write_launch(
         "mesh": mesh,
         "parameters": dataclasses.asdict(count),
         "policy": dataclasses.asdict(config.recompute),
-        "config": dataclasses.asdict(config),
-        "config_hash": fingerprint(dataclasses.asdict(config)),
+        "config": as_json(config),
+        "config_hash": fingerprint(as_json(config)),
         **more,
     }
     first = more.get("first_step", 0)

@@ -64,7 +64,11 @@ def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> 
         peers = RankStore()
         limits = hang_limits(resolved.config.run.timeout)
         with HangWatch(peers, limits, folder, partial(_hung, peers)):
-            main(resolved, peers)
+            try:
+                main(resolved, peers)
+            finally:
+                if peers.writer is not None:
+                    peers.writer.finish()
         sys.stdout.flush()
         _ended(peers, 0, "all steps are done")
         if "WORLD_SIZE" in os.environ:

@@ -15,9 +15,8 @@ from megacpp.run.corpus import RunCorpus
 from megacpp.run.metrics import MetricsLog
 from megacpp.run.sample import Sampling, generate
 from megacpp.state.export import export_weights, load_exported
-from megacpp.state.soundness import unsound
+from megacpp.state.soundness import bad_state, unsound
 from megacpp.state.tensors import model_tensors
-from megacpp.state.training import bad_state
 
 TEMPERATURE, TOP_K = 0.7, 50
 

@@ -44,7 +44,7 @@ class StopRequest:
         threading.Thread(target=_leave_when_told_twice, args=(reader,), daemon=True).start()
 
     def __call__(self) -> bool:
-        """Return whether the signal has arrived; end the process if its launcher has died."""
+        """Return whether to leave after this step; end the process if its launcher has died."""
         if self._launcher and os.getppid() != self._launcher:
             os._exit(PEER_LOST)
         return bool(self.heard)

@@ -25,6 +25,7 @@ from megacpp.run.lock import RunLock
 
 if TYPE_CHECKING:
     from megacpp.run.goodput import Goodput
+    from megacpp.state.behind import SaveThread
 
 POLL_S = 0.1
 TIMEOUT = timedelta(minutes=10)  # wait for the slowest rank to begin
@@ -72,10 +73,12 @@ class RankStore:
         waits: what this rank waits for in the store; empty: nothing.
         meetings: number of such waits so far.
         clock: phase and step of this rank; None before the run has them.
+        writer: asynchronous save in flight; None before the run has one.
     """
 
     waits, meetings = "", 0
     clock: Goodput | None = None
+    writer: SaveThread | None = None
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))

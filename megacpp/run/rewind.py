@@ -19,7 +19,8 @@ from megacpp.run.health import Health, budget_spent
 from megacpp.run.metrics import MetricsLog
 from megacpp.state.agreement import share
 from megacpp.state.published import newest_sound
-from megacpp.state.training import TrainingState, corrupt_state
+from megacpp.state.soundness import corrupt_state
+from megacpp.state.training import TrainingState
 
 FILE = "rewinds.jsonl"
 
@@ -62,6 +63,7 @@ class Rewinds:
 
         Raises:
             NonFiniteError: it must, and no rewind or no sound checkpoint is left.
+            CheckpointError: an asynchronous save failed.
         """
         self._differs = differs
         train, left = self.config.train, self.config.train.rewinds - len(self.made)
@@ -69,6 +71,7 @@ class Rewinds:
         spiking = 0 < train.max_spikes <= self.health.spikes and left > 0
         if not spent and not spiking and not differs:
             return False
+        self.state.writer.wait()
         self._target = share(self._newest(), 0) if left > 0 else None
         if differs and self._target is None:
             raise corrupt_state(self.config, self.state.folder, self.state.step, differs)

@@ -31,31 +31,37 @@ def this_rank() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
 
 
-def gather(thing: Thing) -> list[Thing]:
-    """Return the objects that all ranks pass, in rank order, on every rank."""
+def gather(thing: Thing, group: dist.ProcessGroup | None = None) -> list[Thing]:
+    """Return the objects that all ranks pass, in rank order, on every rank.
+
+    Args:
+        thing: object of this rank.
+        group: all ranks in a process group of their own; None: the default one.
+    """
     if not is_distributed():
         return [thing]
     everyone: list[Thing] = [thing] * dist.get_world_size()
-    dist.all_gather_object(everyone, thing)
+    dist.all_gather_object(everyone, thing, group)
     return everyone
 
 
-def share(thing: Thing, source: int) -> Thing:
-    """Return the object that rank `source` passes, on every rank."""
+def share(thing: Thing, source: int, group: dist.ProcessGroup | None = None) -> Thing:
+    """Return the object that rank `source` passes, on every rank; `group` as in `gather`."""
     if not is_distributed():
         return thing
     things = [thing]
-    dist.broadcast_object_list(things, source)
+    dist.broadcast_object_list(things, source, group)
     return things[0]
 
 
 @contextmanager
-def agreed(what: str, fix: str) -> Iterator[None]:
+def agreed(what: str, fix: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block on every rank; if it fails on any rank, raise the first rank's error on all.
 
     Args:
         what: start of the error message: the operation that failed.
         fix: end of the error message.
+        group: as in `gather`.
 
     Raises:
         CheckpointError: the block failed; a CheckpointError of the block is raised unchanged, any
@@ -72,7 +78,7 @@ def agreed(what: str, fix: str) -> Iterator[None]:
         ):
             raise KeyboardInterrupt from error  # DCP raises the same on all ranks
         mine = error
-    errors = gather(None if mine is None else _one_line(mine, what, fix))
+    errors = gather(None if mine is None else _one_line(mine, what, fix), group)
     first = next((error for error in errors if error is not None), None)
     if first is not None:
         raise CheckpointError(first) from mine

@@ -43,26 +43,34 @@ class Catalogue:
         return all(number == this_rank()[1] for number in self.count.values())
 
 
-def catalogue(tensors: Mapping[str, Tensor]) -> Catalogue:
+def catalogue(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> Catalogue:
     """Merge the tensors of all ranks; every rank calls it and gets the same catalogue.
 
     Ranks with the same tensors (those of a pipeline stage) send one description, so the traffic
     grows with the number of stages, not of ranks.
+
+    Args:
+        tensors: this rank's tensors by name.
+        group: all ranks in a process group of their own; None: the default one.
     """
     mine = describe(tensors)
     text = json.dumps([(name, entry.dtype, entry.shape) for name, entry in mine.items()])
     alike: dict[str, list[int]] = {}
-    for rank, digest in enumerate(gather(hashlib.sha256(text.encode()).hexdigest())):
+    for rank, digest in enumerate(gather(_digest(text), group)):
         alike.setdefault(digest, []).append(rank)
     found = Catalogue({}, {}, {})
     for ranks in alike.values():
-        held = mine if len(alike) == 1 else share(mine, ranks[0])
+        held = mine if len(alike) == 1 else share(mine, ranks[0], group)
         for name, entry in held.items():
             known = found.entries.setdefault(name, entry)
             assert known == entry, f"{name} is {known}, but {entry} on rank {ranks[0]}"
             found.first.setdefault(name, ranks[0])
             found.count[name] = found.count.get(name, 0) + len(ranks)
     return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_parts(tensors: Mapping[str, Tensor]) -> None:

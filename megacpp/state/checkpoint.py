@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megacpp.dtensor import is_dtensor
@@ -53,6 +54,7 @@ from megacpp.state.published import (
     checked_extra,
     is_sound,
     latest_text,
+    path_of,
     published,
     step_of,
 )
@@ -69,6 +71,8 @@ def save_checkpoint(
     extra: dict[str, Any],
     keep: int,
     keep_every: int = 0,
+    rng: dict[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Save a checkpoint as `folder/step-<step>`; every rank calls it and waits for the last one.
 
@@ -81,30 +85,32 @@ def save_checkpoint(
         keep: number of newest sound checkpoints to keep (0: all). Older ones are deleted after this
             one is published; one with `bad_steps` in `extra` isn't counted.
         keep_every: checkpoints of steps that it divides are never deleted (0: none).
+        rng: generator states of this rank (None: those of now).
+        group: all ranks in a process group of their own; None: the default one.
 
     Raises:
         CheckpointError: the disk is full or not writable; raised on every rank, older checkpoints
             are unchanged.
     """
     assert "rng" not in extra
-    final = folder / f"step-{step:06d}"
+    final = path_of(folder, step)
     # Of this save alone: another start in the same folder can't write into it.
-    pending = final.with_name(share(f"{final.name}.{uuid.uuid4().hex[:8]}{PENDING}", 0))
+    pending = final.with_name(share(f"{final.name}.{uuid.uuid4().hex[:8]}{PENDING}", 0, group))
     what, fix = f"{pending}: cannot be saved", "free disk space or choose another --run.dir"
     rank, _ = this_rank()
-    whole = catalogue(tensors)
+    whole = catalogue(tensors, group)
     try:
-        with agreed(what, fix):
+        with agreed(what, fix, group):
             check_parts(tensors)
             if rank == 0:
                 _prepare(pending, final, whole)
-        with agreed(what, fix):
-            _write_tensors(pending, tensors, whole)
-        with agreed(what, fix):
+        with agreed(what, fix, group):
+            _write_tensors(pending, tensors, whole, group)
+        with agreed(what, fix, group):
             files = {p.name: hash_file(p) for p in _own_files(pending)}
             written = sum(map(tensor_bytes, _own_files(pending)))
-        everyone = gather((files, written, rng_state()))
-        with agreed(what, fix):
+        everyone = gather((files, written, rng or rng_state()), group)
+        with agreed(what, fix, group):
             if rank == 0:
                 stored = sum(written for _, written, _ in everyone)
                 assert stored == whole.num_bytes, f"{stored} bytes of {whole.num_bytes} written"
@@ -207,14 +213,20 @@ def _prepare(pending: Path, final: Path, whole: Catalogue) -> None:
     pending.mkdir()
 
 
-def _write_tensors(pending: Path, tensors: Mapping[str, Tensor], whole: Catalogue) -> None:
+def _write_tensors(
+    pending: Path,
+    tensors: Mapping[str, Tensor],
+    whole: Catalogue,
+    group: dist.ProcessGroup | None,
+) -> None:
     import torch.distributed.checkpoint as dcp  # slow to import, and not every process saves
 
     ready = {name: t if _packed(t) else t.contiguous() for name, t in tensors.items()}
     files = _split(whole, _FILE_BYTES)
     writer = dcp.HuggingFaceStorageWriter(str(pending), files, save_distributed=True)
     with _quiet():
-        dcp.save(ready, storage_writer=writer, no_dist=not is_distributed())
+        alone = not is_distributed()
+        dcp.save(ready, storage_writer=writer, process_group=group, no_dist=alone)
 
 
 def _packed(t: Tensor) -> bool:

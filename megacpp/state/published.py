@@ -65,6 +65,11 @@ def published(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (step_of(path), not path.suffix), reverse=True)
 
 
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint of a step."""
+    return folder / f"step-{step:06d}"
+
+
 def step_of(path: Path) -> int:
     """Return the step in the name of a checkpoint."""
     match = STEP.fullmatch(path.name)

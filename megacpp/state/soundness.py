@@ -1,15 +1,19 @@
-"""Finite values: the check that a state passes before it is saved or exported."""
+"""Finite values: the check that a state passes before it is saved or exported, and its errors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megacpp.config.schema import Config
 from megacpp.dtensor import is_dtensor
+from megacpp.errors import NonFiniteError
 from megacpp.state.agreement import gather
+from megacpp.state.published import newest_sound
 
 
 @torch.no_grad()
@@ -51,3 +55,39 @@ def _counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
             if not math.isfinite(norm):
                 found[name] = int((~held[name].isfinite()).sum())
     return found
+
+
+def bad_state(config: Config, folder: Path, step: int, words: str) -> NonFiniteError:
+    """Return the error that ends a run whose state can't be saved or exported.
+
+    Args:
+        config: configuration of the run.
+        folder: folder of checkpoints.
+        step: steps made; a checkpoint of this step isn't named, its weights are the bad ones.
+        words: when and where the state is bad.
+    """
+    newest = newest_sound(folder, lambda one: one < step)
+    kept = f"{newest} is the newest sound checkpoint" if newest else "no sound checkpoint was saved"
+    return NonFiniteError(
+        f"run.dir={config.run.dir}: {words}; nothing of this state is kept, {kept}. "
+        f"Fix: lower optim.lr ({config.optim.lr:g}) or raise optim.warmup_steps, and start the "
+        "same command again."
+    )
+
+
+def corrupt_state(config: Config, folder: Path, step: int, words: str) -> NonFiniteError:
+    """Return the error that ends a run whose ranks' copies of a tensor are no longer equal.
+
+    Args:
+        config: configuration of the run.
+        folder: folder of checkpoints.
+        step: steps made.
+        words: tensor and ranks.
+    """
+    newest = newest_sound(folder)
+    kept = f"{newest} is the newest checkpoint" if newest else "no checkpoint was saved"
+    return NonFiniteError(
+        f"run.dir={config.run.dir}: after step {step} {words}: a device or its memory computed "
+        f"wrongly; {kept}. Fix: take that rank's device out of service, and start the same command "
+        "again; --train.rewinds 1 goes back by itself."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,20 +19,21 @@ from megacpp.config.schema import (
     PrecisionConfig,
     TrainConfig,
 )
-from megacpp.errors import CheckpointError, NonFiniteError, config_error
+from megacpp.errors import CheckpointError, config_error
 from megacpp.state.agreement import agreed, share
+from megacpp.state.behind import SaveThread, host_copies
 from megacpp.state.checkpoint import damage, load_checkpoint, save_checkpoint
 from megacpp.state.published import (
     EXTRA,
     advice,
     candidates,
     latest_checkpoint,
-    newest_sound,
     passed_over,
+    path_of,
     read_extra,
 )
-from megacpp.state.rng import set_rng_state
-from megacpp.state.soundness import unsound
+from megacpp.state.rng import rng_state, set_rng_state
+from megacpp.state.soundness import bad_state, unsound
 from megacpp.state.tensors import model_tensors
 
 # Settings that decide which numbers come out; stored with a checkpoint and compared on resume.
@@ -112,7 +114,8 @@ class TrainingState:
         step: optimizer steps made, skipped ones included.
         updates: steps that changed the parameters; the learning rate follows these.
         bad_steps: consecutive steps that were skipped or had a non-finite value.
-        saved: newest checkpoint that this run saved or started from.
+        resumed: checkpoint that this run started from or went back to.
+        writer: asynchronous save in flight.
         changed: differences from the saved run, as lines for the header of a resumed run.
     """
 
@@ -130,7 +133,8 @@ class TrainingState:
         self.config, self.data_fingerprint = config, data_fingerprint
         self.loader, self.others = loader, dict(others or {})
         self.step = self.updates = self.bad_steps = 0
-        self.saved: Path | None = None
+        self.resumed: Path | None = None
+        self.writer = SaveThread()
         self.changed: list[str] = []
 
     def advance(self, updated: bool, good: bool | None = None) -> None:
@@ -144,13 +148,21 @@ class TrainingState:
         self.updates += updated
         self.bad_steps = 0 if (updated if good is None else good) else self.bad_steps + 1
 
-    def save(self, keep: int) -> Path:
+    def save(self, keep: int, behind: bool = False) -> Path:
         """Save a checkpoint of this step, keeping `keep` sound ones; every rank calls it.
+
+        An asynchronous save that is in flight is waited for.
+
+        Args:
+            keep: number of sound checkpoints to keep (0: all).
+            behind: return once the state is copied to host memory; `checkpoint.async` writes the
+                copy behind the steps.
 
         Raises:
             NonFiniteError: a parameter or a moment isn't finite, on any rank; nothing is written.
-            CheckpointError: the disk is full or not writable.
+            CheckpointError: the disk is full or not writable, now or in the save before.
         """
+        self.writer.wait()
         tensors = self.tensors()
         if words := unsound(tensors):
             raise bad_state(self.config, self.folder, self.step, f"after step {self.step} {words}")
@@ -168,8 +180,12 @@ class TrainingState:
         if self.loader is not None:
             extra["rows"] = self.loader.position
         every = self.config.checkpoint.keep_every
-        self.saved = save_checkpoint(self.folder, self.step, tensors, extra, keep, every)
-        return self.saved
+        if not (behind and self.config.checkpoint.async_):
+            return save_checkpoint(self.folder, self.step, tensors, extra, keep, every)
+        copies, state, group = host_copies(tensors), copy.deepcopy(extra), self.writer.group
+        given = self.folder, self.step, copies, state, keep, every, rng_state(), group
+        self.writer.start(lambda: save_checkpoint(*given))
+        return path_of(self.folder, self.step)
 
     def resume(self, source: str) -> None:
         """Load the newest checkpoint (`auto`), none (`never`) or the folder `source`.
@@ -213,7 +229,7 @@ class TrainingState:
         with agreed(f"{path / EXTRA}: isn't of a run like this", fix):
             self.optimizers.load_state_tensors(state)
             self._restore(extra)
-        self.saved = path
+        self.resumed = path
 
     def _restore(self, extra: Mapping[str, Any]) -> None:
         """Restore counters, data position and generators."""
@@ -349,42 +365,6 @@ def settings_of(model: ModelConfig | Mapping[str, Any], prefix: str = "model.") 
         inside = isinstance(value, Mapping)
         found |= settings_of(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
     return found
-
-
-def bad_state(config: Config, folder: Path, step: int, words: str) -> NonFiniteError:
-    """Return the error that ends a run whose state can't be saved or exported.
-
-    Args:
-        config: configuration of the run.
-        folder: folder of checkpoints.
-        step: steps made; a checkpoint of this step isn't named, its weights are the bad ones.
-        words: when and where the state is bad.
-    """
-    newest = newest_sound(folder, lambda one: one < step)
-    kept = f"{newest} is the newest sound checkpoint" if newest else "no sound checkpoint was saved"
-    return NonFiniteError(
-        f"run.dir={config.run.dir}: {words}; nothing of this state is kept, {kept}. "
-        f"Fix: lower optim.lr ({config.optim.lr:g}) or raise optim.warmup_steps, and start the "
-        "same command again."
-    )
-
-
-def corrupt_state(config: Config, folder: Path, step: int, words: str) -> NonFiniteError:
-    """Return the error that ends a run whose ranks' copies of a tensor are no longer equal.
-
-    Args:
-        config: configuration of the run.
-        folder: folder of checkpoints.
-        step: steps made.
-        words: tensor and ranks.
-    """
-    newest = newest_sound(folder)
-    kept = f"{newest} is the newest checkpoint" if newest else "no checkpoint was saved"
-    return NonFiniteError(
-        f"run.dir={config.run.dir}: after step {step} {words}: a device or its memory computed "
-        f"wrongly; {kept}. Fix: take that rank's device out of service, and start the same command "
-        "again; --train.rewinds 1 goes back by itself."
-    )
 
 
 def _complete(extra: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from megacpp.config.checks.optimizer import optimizer_rules
 from megacpp.config.checks.recompute import recompute_rules
 from megacpp.config.mix import mix_rules
 from megacpp.config.schema import Config, RunConfig, TrainConfig
-from megacpp.config.settings import flatten, settings_of
+from megacpp.config.settings import field_name, flatten, settings_of
 from megacpp.errors import ConfigError, config_error
 from megacpp.kernels.selection import kernel_rules
 from megacpp.model.regions import compiled_budget
@@ -77,7 +77,7 @@ def lookup(config: Config, key: str) -> Any:
     """Return the value of a dotted key such as `mesh.tp`."""
     value: Any = config
     for part in key.split("."):
-        value = getattr(value, part)
+        value = getattr(value, field_name(part))
     return value
 
 

@@ -1,0 +1,34 @@
+"""Settings of saved training state; no torch import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megacpp.config.settings import setting
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saved training state: when, how many, and what to resume from."""
+
+    every: int = setting(
+        500, "Steps from one save to the next (0: only at the end).", "steps", at_least=0
+    )
+    keep: int = setting(2, "Newest sound checkpoints kept (0: all).", "checkpoints", at_least=0)
+    keep_every: int = setting(
+        0, "Checkpoints at multiples of so many steps are kept for ever.", "steps", at_least=0
+    )
+    async_: bool = setting(
+        False, "Hold a step up for a copy to host memory alone; write and publish behind the steps."
+    )
+    resume: str = setting(
+        "auto", "Checkpoint to go on from: auto (the newest, if any), never, or a folder."
+    )
+    damaged: Literal["stop", "older"] = setting(
+        "stop", "A damaged checkpoint at the start: stop, or go on from the newest sound one."
+    )
+    init: str = setting(
+        "",
+        "Weights to start from: a run, final/, a checkpoint, a Hugging Face folder (empty: none).",
+    )
