@@ -1,29 +1,69 @@
-"""Random configurations: each one is legal or ends in lines of its own, at once.
+"""Random configurations: each one has a sound plan or ends in lines of its own, at once.
 
-python -m tests.fuzz_config --count 20000 --seed 0
+python -m tests.fuzz_config --count 20000 --seed 0 --workers 2
+
+A plan is sound if its mesh has as many ranks as the world, and the memory of the fullest rank is a
+finite sum of parts that are not negative. Configuration number N of a seed is the same for any
+count and any number of workers. A block of sizes that no earlier plan of this user had is traced
+once (megacpp/memory/trace_cache.py); these seconds are printed apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import multiprocessing
 import random
 import signal
 import time
 import traceback
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
+from megacpp.cli import block_trace
 from megacpp.config.arguments import parse_run, replace_keys
-from megacpp.config.checks.every import broken
+from megacpp.config.checks.every import broken, resolve
 from megacpp.config.presets import PRESETS
 from megacpp.config.schema import Config
-from megacpp.config.settings import settings_of
+from megacpp.config.settings import flatten, settings_of
 from megacpp.errors import MegacppError
+from megacpp.memory.budget import BRIEF, GIB, as_run, fullest
 
-MOST_S = 5.0  # of CPU time
+MOST_S = 5.0  # of CPU time, without traces of new blocks
+MOST_TRACE_S = 60.0
 NUMBERS = (0, 1, 2, 3, 4, 5, 7, 8, 16, 31, 48, 64, 127, 128, 1000, 4096, 65537, 10**6 + 3, 2**31)
 WORLDS = (1, 1, 2, 3, 4, 8, 12, 64, 1000, 4096, 131072)
+DEGREES = (1, 1, 1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Configuration, and what went wrong with it; nothing did if that is empty.
+
+    Attributes:
+        preset, changes, world: the configuration and its number of ranks.
+        planned: it is legal and has a plan.
+        wrong: an exception, an unsound plan, a message that isn't one line, or a late end.
+        seconds: CPU time, without traces.
+        trace_s: CPU time of traces.
+    """
+
+    preset: str
+    changes: dict[str, Any]
+    world: int
+    planned: bool = False
+    wrong: str = ""
+    seconds: float = 0.0
+    trace_s: float = 0.0
+
+
+@lru_cache
+def base(preset: str) -> Config:
+    """Return a preset as a command line without flags resolves it."""
+    return parse_run([preset], 1).config
 
 
 def changes(draw: random.Random) -> dict[str, Any]:
@@ -45,18 +85,69 @@ def changes(draw: random.Random) -> dict[str, Any]:
     return found
 
 
-def trial(draw: random.Random) -> tuple[str, dict[str, Any], int, str]:
-    """Return preset, changes, world and what went wrong; nothing did if that is empty."""
-    preset, given, world = draw.choice(sorted(PRESETS)), changes(draw), draw.choice(WORLDS)
+def likely(draw: random.Random, preset: str) -> dict[str, Any]:
+    """Return a mesh of small degrees, and one to four settings near their values."""
+    axes = ("pp", "dp_replicate", "cp", "tp", "ep")
+    found: dict[str, Any] = {f"mesh.{axis}": draw.choice(DEGREES) for axis in axes}
+    found |= {"mesh.dp_shard": -1, "train.grad_accum": 4, "train.tokens_per_step": 0}
+    own, settings = flatten(base(preset)), list(settings_of(Config).values())
+    for one in draw.sample(settings, draw.randint(1, 2)):
+        value, choices = own.get(one.key), typing.get_args(one.kind)
+        if isinstance(value, bool):
+            found[one.key] = not value
+        elif isinstance(value, int) and one.key not in found:
+            found[one.key] = draw.choice((value, value * 2, value // 2))
+        elif choices and all(isinstance(choice, str) for choice in choices):
+            found[one.key] = draw.choice(choices)
+    return found
+
+
+def drawn(number: int, seed: int) -> Trial:
+    """Return configuration `number` of a seed; one of 16 is near a preset."""
+    draw = random.Random(f"{seed} {number}")
+    preset = draw.choice(sorted(PRESETS))
+    if number % 16:
+        return Trial(preset, changes(draw), draw.choice(WORLDS))
+    given = likely(draw, preset)
+    others = [given[f"mesh.{axis}"] for axis in ("pp", "dp_replicate", "cp", "tp")]
+    return Trial(preset, given, math.prod(others) * draw.choice(DEGREES))
+
+
+def unsound(config: Config, world: int) -> str:
+    """Return what is wrong with the plan of a legal configuration on the GPUs of a world."""
+    run = as_run(resolve(config, world), "cuda", narrow=True)
+    mesh = run.mesh
+    ranks = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
+    rank, found = fullest(run, world, 80 * GIB, BRIEF)
+    parts = found.components
+    if ranks != world or not 0 <= rank < world:
+        return f"{ranks} ranks in the mesh, rank {rank} is the fullest"
+    if not math.isfinite(found.point) or found.point <= 0 or min(parts.values()) < 0:
+        return f"a rank of {found.point} bytes: {parts}"
+    return ""
+
+
+def trial(number: int, seed: int) -> Trial:
+    """Check a configuration, and plan it if it is legal."""
+    one, wrong, planned, traces = drawn(number, seed), "", False, []
+    trace_blocks = block_trace.trace_blocks
+
+    def timed(requests: Any) -> Any:
+        started = time.process_time()
+        found = trace_blocks(requests)
+        traces.append(time.process_time() - started)
+        return found
+
     began = time.process_time()
-    wrong = ""
-    signal.setitimer(signal.ITIMER_VIRTUAL, 2 * MOST_S)
+    block_trace.trace_blocks = timed
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_TRACE_S)
     try:
-        config = replace_keys(parse_run([preset], 1).config, given)
-        for error in broken(config, world):
-            line = str(error)
-            if "\n" in line or ". Fix: " not in line or len(line) > 900:
-                wrong = f"message {line!r}"
+        config = replace_keys(base(one.preset), one.changes)
+        lines = [str(error) for error in broken(config, one.world)]
+        bad = [s for s in lines if "\n" in s or ". Fix: " not in s or len(s) > 900]
+        wrong, planned = f"message {bad[0]!r}" if bad else "", not lines
+        if planned:
+            wrong = unsound(config, one.world)
     except MegacppError:
         pass
     except BaseException as error:
@@ -65,36 +156,55 @@ def trial(draw: random.Random) -> tuple[str, dict[str, Any], int, str]:
         wrong = "".join(traceback.format_exception(error)[-2:]).strip()
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    if not wrong and time.process_time() - began > MOST_S:
-        wrong = f"took over {MOST_S:g} s"
-    return preset, given, world, wrong
+        block_trace.trace_blocks = trace_blocks
+    took = time.process_time() - began - sum(traces)
+    if not wrong and took > MOST_S:
+        wrong = f"took {took:.1f} s"
+    return Trial(one.preset, one.changes, one.world, planned, wrong, took, sum(traces))
 
 
-def failures(count: int, seed: int) -> Iterator[tuple[str, dict[str, Any], int, str]]:
-    """Yield what went wrong in `count` configurations."""
+def late(*_: object) -> None:
+    raise TimeoutError(f"over {MOST_TRACE_S:g} s")
 
-    def late(*_: object) -> None:
-        raise TimeoutError(f"over {2 * MOST_S:g} s")
 
+def trials(numbers: Iterable[int], seed: int) -> Iterator[Trial]:
+    """Yield the trials of some configurations, one after another."""
     before = signal.signal(signal.SIGVTALRM, late)
     try:
-        draw = random.Random(seed)
-        for _ in range(count):
-            found = trial(draw)
-            if found[-1]:
-                yield found
+        yield from (trial(number, seed) for number in numbers)
     finally:
         signal.signal(signal.SIGVTALRM, before)
 
 
-if __name__ == "__main__":
+def _ready() -> None:
+    """Import what the first plan of a process imports, so that no configuration is charged."""
+    signal.signal(signal.SIGVTALRM, late)
+    unsound(base("tiny"), 1)
+
+
+def main() -> None:
+    """Try configurations, print what went wrong, and end with a line of counts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
     given = parser.parse_args()
-    found = 0
-    for preset, settings, world, wrong in failures(given.count, given.seed):
-        found += 1
-        print(f"{preset} {settings} on {world} ranks: {wrong}", flush=True)
-    print(f"{found} of {given.count} configurations")
-    raise SystemExit(found > 0)
+    bad, plans, slowest, traces = 0, 0, 0.0, 0.0
+    # Not forked: torch's threads don't survive one.
+    with multiprocessing.get_context("spawn").Pool(given.workers, _ready) as pool:
+        tried = partial(trial, seed=given.seed)
+        for one in pool.imap_unordered(tried, range(given.count), chunksize=16):
+            plans, slowest = plans + (one.planned and not one.wrong), max(slowest, one.seconds)
+            traces = max(traces, one.trace_s)
+            if one.wrong:
+                bad += 1
+                print(f"{one.preset} {one.changes} on {one.world} ranks: {one.wrong}", flush=True)
+    print(
+        f"{given.count:,} configurations: {plans:,} plans, {given.count - plans - bad:,} errors of "
+        f"one line, {bad} others, slowest {slowest:.1f} s and {traces:.1f} s to trace new blocks"
+    )
+    raise SystemExit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()

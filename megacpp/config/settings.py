@@ -9,6 +9,7 @@ import dataclasses
 import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
+from functools import lru_cache
 from keyword import iskeyword
 from typing import Any
 
@@ -174,13 +175,18 @@ def settings_of(cls: Any, prefix: str = "", top: bool = False) -> dict[str, Sett
 
     Plain fields of the outermost class count only with `top` (a run's `preset` is positional).
     """
+    return dict(_settings_of(cls, prefix, top))
+
+
+@lru_cache
+def _settings_of(cls: Any, prefix: str, top: bool) -> dict[str, Setting]:
     found: dict[str, Setting] = {}
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
         kind, key = hints[item.name], f"{prefix}{flag_name(item.name)}"
         inner = next((o for o in typing.get_args(kind) if dataclasses.is_dataclass(o)), kind)
         if dataclasses.is_dataclass(inner):
-            found |= settings_of(inner, f"{key}.")
+            found |= _settings_of(inner, f"{key}.", False)
         elif prefix or top:
             default = item.default
             if item.default_factory is not MISSING:

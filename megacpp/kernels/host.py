@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import metadata
 
 # Optional packages that backends are written with, by the name that they are installed under.
@@ -34,6 +35,11 @@ class Host:
 
 def installed() -> dict[str, str]:
     """Versions of the installed packages among `PACKAGES`."""
+    return dict(_installed())
+
+
+@lru_cache(maxsize=1)
+def _installed() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
         try:

@@ -192,3 +192,13 @@ def test_stages_store_their_layers_and_the_ends_their_tables() -> None:
     assert 0 < past < 6
     assert stored[0] == 4 * embedding_parameters(model) + sum(layers[:past])
     assert stored[1] == sum(layers[past:]) + 4 * head_parameters(model)
+
+
+def test_one_rank_has_nothing_resident() -> None:
+    """Without shards autocast casts weights in each microbatch, whatever gradient_sync says."""
+    flags = [*HYBRID, *"--train.device cuda --precision.dtype bf16 --train.gradient-sync".split()]
+    defer, resident = (
+        estimate(parse_run([*flags, sync], 1).config, 1).components
+        for sync in ("defer", "resident")
+    )
+    assert defer == resident and min(resident.values()) >= 0

@@ -149,9 +149,9 @@ def microbatch(
     first, last = number == 0, number == total - 1
     carried, reduces = not first and sync != "each", last or sync == "each"
     stays, renewed = sync == "resident" and not last, sync == "each" and not first
-    gathers = first or sync != "resident"
     narrow, again = step.policy.compute, step.policy.again
     sharded = step.policy.sharded
+    gathers = first or sync != "resident" or not sharded  # autocast casts in each microbatch
     for layer in layers:
         step.forward(layer, gathers, looks=last or sync == "each")
     step.flat = 0
