@@ -20,7 +20,9 @@ class ExportArgs:
         words="Folder of the run, its final/ or one of its checkpoints.", positional=True
     )
     out: str = setting(words="Folder to write; it must not exist, or be empty.")
-    to: Literal["hf"] = setting("hf", "Format: Hugging Face's.")
+    to: Literal["hf", "hf-code"] = setting(
+        "hf", "Format: Hugging Face's; hf-code brings the model's own code whatever its settings."
+    )
     dtype: Literal["bf16", "fp32"] = setting("bf16", "Dtype of the weights.")
     checkpoint: str = setting("", "Weights of a run: final, latest or a step (empty: final).")
     dropless: bool = setting(
@@ -33,8 +35,8 @@ class ExportArgs:
 def export(args: ExportArgs) -> int:
     """Write weights as a folder that transformers, vLLM and others load.
 
-    The class of the model follows from its settings and is printed with the reason. Settings that
-    no class expresses are refused.
+    The class of the model follows from its settings and is printed with the reason; Mamba-3 and
+    M2RNN leave with their code. Other settings that no class expresses are refused.
     """
     from megacpp.interop.classes import as_exported, class_of, dropped
     from megacpp.interop.places import locate, read_model
@@ -43,7 +45,7 @@ def export(args: ExportArgs) -> int:
     if place.kind == "hf":
         raise config_error("run", args.run, "is such a folder already", "give the folder of a run")
     model = read_model(place)
-    one, reason = class_of(model, args.dropless)
+    one, reason = class_of(model, args.dropless, args.to == "hf-code")
     print("\n".join(wrapped(f"class {one.name}: {reason}")))
     less = dropped(model)
     for text in less:
@@ -53,7 +55,7 @@ def export(args: ExportArgs) -> int:
     tokenizer = _tokenizer(place.folder, place.run)
     verify_place(place)
     target = HFTarget(Path(args.out), one, DTYPES[args.dtype], int(args.file_gb * 1e9), tuple(less))
-    sizes = write_hf_folder(place, as_exported(model), tokenizer, target)
+    sizes = write_hf_folder(place, as_exported(model, one.own), tokenizer, target)
     print("\n".join([f"{args.out}:", *lines_of(sizes)]))
     if args.check:
         from megacpp.interop.compare import compared

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp.config.model import ModelConfig
+from megacpp.interop.hf_class import HFClass
 from megacpp.interop.places import WeightsFolder
 from megacpp.model.count import count_parameters, short
 from megacpp.report.files import EVALUATION, LAUNCH, STEP, STEPS, read_launch, read_rows
@@ -15,19 +16,25 @@ USE = """## Use
 ```python
 from transformers import pipeline
 
-generate = pipeline("text-generation", model="FOLDER")
+generate = pipeline("text-generation", model="FOLDER"{trust})
 print(generate("The", max_new_tokens=50)[0]["generated_text"])
 ```
 
 The tokenizer puts the start of a document in front of a text; `add_special_tokens=False` leaves it
-out. llama.cpp needs the hash of a new vocabulary in `get_vocab_base_pre` before it converts text.
+out. {more}
 """
+GGUF = (
+    "llama.cpp needs the hash of a new vocabulary in `get_vocab_base_pre` before it converts text."
+)
+CODE = """\
+The model's code is in this folder (`modeling_megacpp.py`); it needs torch and transformers alone.
+`trust_remote_code=True` runs it: read it first. Servers that know models by class don't run it."""
 
 
 def model_card(
     place: WeightsFolder,
     model: ModelConfig,
-    name: str,
+    one: HFClass,
     step: int,
     dtype: str,
     left_out: Sequence[str] = (),
@@ -37,14 +44,14 @@ def model_card(
     Args:
         place: folder of the weights.
         model: settings.
-        name: class of transformers.
+        one: class of transformers.
         step: number of steps that made the weights.
         dtype: of the exported weights.
         left_out: what the folder lacks, a line each.
     """
     count = count_parameters(model)
     rows = {
-        "class": f"`{name}`",
+        "class": f"`{one.name}`",
         "parameters": f"{short(count.total)}, {short(count.active)} active for a token",
         "blocks": f"`{model.pattern}` to depth {model.depth}, width {model.dim}",
         "dtype": dtype,
@@ -55,8 +62,10 @@ def model_card(
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     less = "".join(f"- Left out: {line}.\n" for line in left_out)
     title = place.run.name if place.run else place.folder.name
+    trust = ", trust_remote_code=True" if one.own else ""
+    use = USE.replace("{trust}", trust).replace("{more}", CODE if one.own else GGUF)
     return (
-        f"{front}\n# {title}\n\nTrained with megacpp.\n\n| | |\n|---|---|\n{table}\n\n{less}{USE}"
+        f"{front}\n# {title}\n\nTrained with megacpp.\n\n| | |\n|---|---|\n{table}\n\n{less}{use}"
     )
 
 

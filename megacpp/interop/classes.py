@@ -13,23 +13,30 @@ from typing import Any
 
 from megacpp.config.model import ModelConfig
 from megacpp.errors import ConfigError, config_error
-from megacpp.interop.features import FEATURES, blocked, features, settings_for
+from megacpp.interop.features import BY_CODE, FEATURES, blocked, features, letters, settings_for
 from megacpp.interop.hf_class import HFClass
-from megacpp.interop.table import CLASSES
+from megacpp.interop.table import CLASSES, CODE
+from megacpp.model.pattern import LETTERS
 
 
-def class_of(model: ModelConfig, dropless: bool = False) -> tuple[HFClass, str]:
+def class_of(model: ModelConfig, dropless: bool = False, code: bool = False) -> tuple[HFClass, str]:
     """Return the class that computes what a model does, and why it is that one.
 
     Args:
         model: settings.
         dropless: as `blocked`.
+        code: take code in the folder even if transformers has a class.
 
     Raises:
         ConfigError: no class does; the error names a setting and what to set instead.
     """
-    for error in blocked(model, dropless):
+    recurrent = [LETTERS[x] for x in "MR" if x in letters(model)]
+    code = code or bool(recurrent)
+    for error in blocked(model, dropless, code):
         raise error
+    if code:
+        no = " and ".join(recurrent)
+        return CODE, f"code in the folder{no and f', as transformers has no {no}'}"
     found = features(model)
     exact = [one for one in CLASSES if one.fits and not one.misfits(found)]
     if exact:
@@ -39,7 +46,7 @@ def class_of(model: ModelConfig, dropless: bool = False) -> tuple[HFClass, str]:
 
 def class_named(model_type: str) -> HFClass | None:
     """Return the class of config.json's `model_type`."""
-    return next((one for one in CLASSES if one.model_type == model_type), None)
+    return next((one for one in (*CLASSES, CODE) if one.model_type == model_type), None)
 
 
 def to_config(one: HFClass, model: ModelConfig) -> dict[str, Any]:
@@ -97,12 +104,19 @@ def _nearest_misses(model: ModelConfig, found: Mapping[str, str]) -> ConfigError
     value = attrgetter(key.removeprefix("model."))(model)
     less = " nor ".join(_worded(name, found[name]) for name in names)
     rule = f"{near.name}, the nearest class of Hugging Face, hasn't {less}"
-    return config_error(key, value, rule, f"train with {' and '.join(settings)}")
+    return config_error(key, value, rule, f"train with {' and '.join(settings)}, or add {BY_CODE}")
 
 
-def as_exported(model: ModelConfig) -> ModelConfig:
-    """Return the settings of what a folder computes: without what `dropped` names."""
+def as_exported(model: ModelConfig, own: bool = False) -> ModelConfig:
+    """Return the settings of what a folder computes: without what `dropped` names.
+
+    Args:
+        model: settings of the run.
+        own: the folder has code of ours, whose experts are told to drop no token.
+    """
     sparse = model.attention.sparse
+    if own:
+        model = replace(model, moe=replace(model.moe, capacity_factor=None))
     if sparse.stage == "dense":
         sparse = replace(sparse, layers="")
     return replace(

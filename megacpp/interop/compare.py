@@ -6,6 +6,7 @@ Legend: B rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from megacpp.config.model import ModelConfig
 from megacpp.errors import CheckpointError, MegacppError, config_error
+from megacpp.interop.code.write import code_files
+from megacpp.interop.hf_config import read_hf_config
 from megacpp.interop.load import load_weights, open_source
 from megacpp.interop.places import WeightsFolder, locate, read_model
 from megacpp.model.hybrid import HybridLM
@@ -49,8 +52,12 @@ def compared(folder: Path, key: str) -> str:
     ids_BT = torch.randint(model.vocab_size, (ROWS, TOKENS), generator=draws)
     here_BTV = our_logits(load_model(place, model), ids_BT)
     auto = transformers.AutoModelForCausalLM
+    how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if read_hf_config(folder).one.own:
+        _check_code(folder, code_files(model))
+        how = {"dtype": torch.float32, "trust_remote_code": True}
     with torch.no_grad():
-        other = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        other = auto.from_pretrained(folder, **how)
         there_BTV = other.eval()(ids_BT).logits
     most, size = (here_BTV - there_BTV).abs().max().item(), there_BTV.abs().max().item()
     same = (here_BTV.argmax(-1) == there_BTV.argmax(-1)).float().mean().item()
@@ -61,6 +68,14 @@ def compared(folder: Path, key: str) -> str:
     if not most <= WITHIN * size:
         raise CheckpointError(f"{folder}: {line}. Fix: don't use it; report it with config.json.")
     return line
+
+
+def _check_code(folder: Path, files: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless a folder's code is the one that this program writes."""
+    for name, text in files.items():
+        path = folder / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            raise CheckpointError(f"{path}: isn't the code of this megacpp. Fix: export again.")
 
 
 def load_model(place: WeightsFolder, model: ModelConfig) -> HybridLM:

@@ -3,6 +3,7 @@
 config.json                 the class's keys, and our settings under `megacpp`
 model.safetensors           or model-00001-of-0000N.safetensors and an index
 tokenizer.json, tokenizer_config.json, generation_config.json, README.md
+modeling_megacpp.py         and configuration_megacpp.py, where transformers has no class
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megacpp.config.model import ModelConfig
 from megacpp.errors import CheckpointError, config_error
 from megacpp.interop.card import model_card
 from megacpp.interop.classes import to_config
+from megacpp.interop.code.write import code_files
 from megacpp.interop.hf_class import HFClass
 from megacpp.interop.hf_config import OURS
 from megacpp.interop.links import Link, links, rows_in
@@ -99,8 +101,10 @@ def write_hf_folder(
         _write_json(pending / "config.json", config)
         _write_json(pending / "generation_config.json", {**marks, "do_sample": False})
         write_tokenizer(tokenizer, pending, model.attention.max_seq_len)
-        card = model_card(place, model, target.one.name, step, config["dtype"], target.left_out)
-        write_text(pending / "README.md", card)
+        code = code_files(model) if target.one.own else {}
+        card = model_card(place, model, target.one, step, config["dtype"], target.left_out)
+        for name, text in {**code, "README.md": card}.items():
+            write_text(pending / name, text)
     except BaseException:
         shutil.rmtree(pending, ignore_errors=True)
         raise

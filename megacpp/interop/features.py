@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from megacpp.config.model import ModelConfig
 from megacpp.errors import ConfigError, config_error
-from megacpp.model.pattern import LETTERS, block_letters, layer_kinds
+from megacpp.model.pattern import block_letters, layer_kinds
 from megacpp.model.primes import nearest_divisor
 
 
@@ -173,13 +173,8 @@ FEATURES: Mapping[str, Feature] = {
     ),
 }  # fmt: skip
 
+BY_CODE = "--to hf-code"  # exports what no class expresses
 BLOCKERS = (
-    Blocker(
-        "model.pattern",
-        lambda model: bool(set(letters(model)) - set("AEFG")),
-        "no class has {others}",
-        "use a pattern of A, E, F and G such as model.pattern=AE",
-    ),
     Blocker(
         "model.pattern",
         lambda model: not alternates(model),
@@ -236,23 +231,21 @@ def features(model: ModelConfig) -> dict[str, str]:
     return {name: feature.of(model) for name, feature in FEATURES.items()}
 
 
-def blocked(model: ModelConfig, dropless: bool = False) -> Iterator[ConfigError]:
+def blocked(
+    model: ModelConfig, dropless: bool = False, code: bool = False
+) -> Iterator[ConfigError]:
     """Yield the settings that no class expresses.
 
     Args:
         model: settings.
         dropless: experts may drop no token in the exported model although they did in training.
+        code: the folder has code of ours, which expresses the others.
     """
-    words = {
-        "letters": letters(model),
-        "others": " nor ".join(
-            LETTERS[x] for x in dict.fromkeys(letters(model)) if x not in "AEFG"
-        ),
-    }
-    for one in BLOCKERS:
+    for one in () if code else BLOCKERS:
         if one.when(model):
             value = attrgetter(one.key.removeprefix("model."))(model)
-            yield config_error(one.key, value, one.rule.format(**words), one.fix)
+            rule = one.rule.format(letters=letters(model))
+            yield config_error(one.key, value, rule, f"{one.fix}, or add {BY_CODE}")
             return
     if has("E")(model) and model.moe.capacity_factor is not None and not dropless:
         yield config_error(

@@ -55,6 +55,7 @@ class HFClass:
         changes: rewrites by the name below a layer, before `rename`.
         zeros: tensors of zeros.
         tensors: letter -> tensors in place of those of the block kind.
+        own: the folder has our tensors under our names, and our code that computes with them.
     """
 
     name: str
@@ -68,6 +69,7 @@ class HFClass:
     changes: Mapping[str, Change] = field(default_factory=dict)
     zeros: tuple[Zeros, ...] = ()
     tensors: Mapping[str, tuple[HFTensor, ...]] = field(default_factory=dict)
+    own: bool = False
 
     def misfits(self, found: Mapping[str, str]) -> list[str]:
         """Return features of a model that the class doesn't express."""

@@ -16,7 +16,7 @@ from megacpp.config.schema import Config
 from megacpp.errors import CheckpointError, ConfigError, did_you_mean
 from megacpp.interop.classes import class_named, to_config
 from megacpp.interop.hf_class import HFClass
-from megacpp.interop.keys import Values, WrongKeyError
+from megacpp.interop.keys import Values, WrongKeyError, needed
 from megacpp.interop.table import CLASSES
 
 OURS = "megacpp"  # key of config.json with our own settings
@@ -62,6 +62,8 @@ def read_hf_config(folder: Path) -> HFConfig:
         raise _refused(path, "model_type", kind, "isn't one that can be read", known)
     values = {**one.defaults, **_with_aliases(given)}
     try:
+        if one.own:
+            needed(values, OURS)
         _check_fixed(one, values)
         read = _settings(one, values)
     except WrongKeyError as wrong:

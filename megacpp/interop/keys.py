@@ -327,6 +327,17 @@ def _from_scale(values: Values) -> dict[str, Any]:
 ATTENTION_SCALE = KeyRule(
     lambda model: {"attention_multiplier": model.attention.head_dim**-0.5}, _from_scale
 )
+CODE = KeyRule(
+    lambda model: {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.dim,
+        "num_hidden_layers": model.depth,
+        "num_attention_heads": model.attention.num_heads,
+        "max_position_embeddings": model.attention.max_seq_len,
+        "tie_word_embeddings": model.tie_embeddings,
+    },
+    lambda values: {},  # all is in our own settings
+)
 HEAD_NORMS = KeyRule(
     lambda model: {"use_qk_norm": model.attention.qk_norm},
     lambda values: {"attention.qk_norm": bool(values.get("use_qk_norm"))},

@@ -24,7 +24,10 @@ from megacpp.interop.hf_class import Change, HFClass
 from megacpp.interop.keys import padded_shared
 from megacpp.interop.orders import ORDERS
 from megacpp.interop.table import IN_HALVES
+from megacpp.model.fp32 import contract_parameters
+from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import layer_kinds
+from megacpp.state.tensors import model_tensors
 
 Shape = tuple[int, ...]
 
@@ -125,6 +128,9 @@ def links(
         more: letter -> tensors in place of those of the class, as a folder has them.
         values: keys of the folder's config.json, which may change the order of rows.
     """
+    if one.own:
+        yield from _code_links(model)
+        return
     shapes = our_shapes(model)
     changes = dict(one.changes)
     if (values or {}).get("rope_interleave") is False:
@@ -147,6 +153,16 @@ def links(
     yield linker.link("", HFTensor("model.norm.weight", ("norm.weight",)), "")
     if not model.tie_embeddings:
         yield linker.link("lm_head.weight", HFTensor("", ("head.weight",)), "")
+
+
+def _code_links(model: ModelConfig) -> Iterator[Link]:
+    """Yield the tensors of a folder with code of ours: each is itself, below `model.`."""
+    with torch.device("meta"):
+        built = HybridLM(model)
+    wide = {name for name, _ in (*contract_parameters(built), *built.named_buffers())}
+    for name, t in model_tensors(built).items():
+        part = RowSpan(name, 0, rows_in(t.shape))
+        yield Link(f"model.{name}", tuple(t.shape), (part,), wide=name in wide)
 
 
 def own_links(shapes: Mapping[str, Shape]) -> list[Link]:

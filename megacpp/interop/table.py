@@ -400,3 +400,17 @@ CLASSES = (
         {**DEFAULTS, "sliding_window": 4096},
     ),
 )  # fmt: skip
+# Any model, by code in its folder (code/write.py).
+CODE = HFClass(
+    "MegacppForCausalLM",
+    "megacpp",
+    {},
+    (keys.CODE,),
+    {
+        "auto_map": {
+            "AutoConfig": "configuration_megacpp.MegacppConfig",
+            "AutoModelForCausalLM": "modeling_megacpp.MegacppForCausalLM",
+        }
+    },
+    own=True,
+)

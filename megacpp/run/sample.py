@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacpp.errors import config_error
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.token_cache import chosen_rows, joined
+from megacpp.model.prompts import read_prompts
+from megacpp.model.token_cache import chosen_rows
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        logits_BV, state = _read(model, prompts) if max_tokens else (None, [])
+        logits_BV, state = read_prompts(model, prompts) if max_tokens else (None, [])
         rows = list(range(len(prompts))) if max_tokens else []
         while rows:
             assert logits_BV is not None
@@ -173,25 +173,6 @@ def _penalised(logits_V: Tensor, penalty: float, so_far: Sequence[int]) -> Tenso
     values = logits_V[seen]
     values = torch.where(values > 0, values / penalty, values * penalty)
     return logits_V.index_copy(0, seen, values)
-
-
-def _read(model: HybridLM, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[Any]]:
-    """Return logits `[B, V]` behind prompts, and the state; prompts as long are read together."""
-    device = model.embed.weight.device
-    lengths = [len(prompt) for prompt in prompts]
-    order: list[int] = []
-    logits, states = [], []
-    for length in dict.fromkeys(lengths):
-        rows = [row for row, own in enumerate(lengths) if own == length]
-        ids_BT = torch.tensor([list(prompts[row]) for row in rows], device=device)
-        logits_BV, state = model.prefill(ids_BT)
-        logits.append(logits_BV)
-        states.append(state)
-        order += rows
-    if len(states) == 1:
-        return logits[0], states[0]
-    place_B = torch.tensor(order, device=device).argsort()
-    return torch.cat(logits)[place_B], chosen_rows(joined(states), place_B)
 
 
 def _check_prompts(model: HybridLM, prompts: Sequence[Sequence[int]]) -> None:

@@ -27,8 +27,6 @@ from tests.model.small import small
 
 # name -> (pattern, settings below `model`, start of the line, words in it)
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "mamba": ("AEME", {}, "model.pattern=AEME", "no class has Mamba-3"),
-    "m2rnn": ("AFRF", {}, "model.pattern=AFRF", "no class has M2RNN"),
     "two in a row": ("AFF", {}, "model.pattern=AFF", "a pair, A or G and then E or F"),
     "odd depth": ("AFA", {}, "model.pattern=AFA", "an even --model.depth"),
     "softcap": ("AF", {"attention.softcap": 30.0}, "model.attention.softcap=30.0", "softcap none"),
@@ -137,7 +135,8 @@ def test_every_preset_has_a_class_or_a_line() -> None:
             found[name] = str(error).partition("=")[0]
     assert found.pop("dense_110m") == "Qwen3ForCausalLM"
     assert found.pop("moe_small") == "Qwen3NextForCausalLM"
-    assert set(found.values()) == {"model.pattern"}
+    assert found["tiny"] == found["nam56r"] == "MegacppForCausalLM"
+    assert set(found.values()) == {"MegacppForCausalLM", "model.moe.capacity_factor"}
 
 
 def test_the_class_is_printed_with_its_reason(tmp_path: Path, capsys: Any) -> None:

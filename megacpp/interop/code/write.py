@@ -1,0 +1,99 @@
+"""Custom code of a folder: the parts of this package that one model needs, as two files."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import megacpp
+from megacpp.blocks import kinds
+from megacpp.blocks.descriptor import BlockKind
+from megacpp.config.model import ModelConfig
+from megacpp.interop.code.bundle import Bundle
+from megacpp.interop.features import letters
+from megacpp.model.fp32 import contract_parameters
+from megacpp.model.hybrid import HybridLM
+
+ROOM = "megacpp.interop.code"
+CONFIGURATION, MODELING = "configuration_megacpp", "modeling_megacpp"
+HEADER = '''"""Model of this folder for transformers. It doesn't need megacpp.
+
+megacpp {version} wrote it from its own modules, which the section titles name (Apache-2.0 license).
+"""
+
+from __future__ import annotations
+
+'''
+# Backends for GPUs, FP8, and what only training runs.
+NEVER = (
+    "megacpp.kernels.attention.flex",
+    "megacpp.kernels.attention.varlen",
+    *(
+        f"megacpp.kernels.experts.fp8:{name}"
+        for name in ("_on_hardware", "_outer_on_hardware", "rounded", "_rounded_by_group")
+    ),
+    "megacpp.kernels.experts.triton",
+    "megacpp.kernels.gated_delta_rule.library",
+    "megacpp.kernels.m2rnn.triton",
+    "megacpp.kernels.mamba3.library",
+    "megacpp.blocks.attention.sparse:freeze_all_but_indexers",
+    "megacpp.blocks.mtp.module",
+    "megacpp.blocks.top.module",
+)
+CUT = ("megacpp.model.hybrid:HybridLM.forward", "megacpp.model.head:LanguageModelHead.forward")
+
+
+def code_files(model: ModelConfig) -> dict[str, str]:
+    """Return the text of each file of code by its name.
+
+    Args:
+        model: settings, without what only trains (`as_exported`).
+    """
+    spec = importlib.util.find_spec(f"{ROOM}.configuration")
+    assert spec is not None and spec.origin is not None
+    names = [
+        name
+        for name, kind in vars(kinds).items()
+        if isinstance(kind, BlockKind) and kind.letter in letters(model)
+    ]
+    given = {
+        "megacpp.blocks.kinds:KINDS": f"KINDS = {{k.letter: k for k in ({', '.join(names)},)}}",
+        f"{ROOM}.modeling:WIDE": f"WIDE = [{', '.join(map(repr, _wide_names(model)))}]",
+    }
+    beside = {f"{ROOM}.configuration": f".{CONFIGURATION}"}
+    made = Bundle(f"{ROOM}.modeling", (*NEVER, *_unused(model)), given, CUT, beside)
+    text = made.text().replace('"megacpp::', '"megacpp_folder::')  # operators of its own
+    return {
+        f"{CONFIGURATION}.py": Path(spec.origin).read_text(encoding="utf-8"),
+        f"{MODELING}.py": HEADER.format(version=megacpp.__version__) + text,
+    }
+
+
+def _wide_names(model: ModelConfig) -> list[str]:
+    """Return the last two parts of the names of parameters that stay in fp32."""
+    with torch.device("meta"):
+        built = HybridLM(model)
+    ends = (".".join(name.split(".")[-2:]) for name, _ in contract_parameters(built))
+    return list(dict.fromkeys(ends))
+
+
+def _unused(model: ModelConfig) -> Iterator[str]:
+    """Yield the modules of options that a model hasn't."""
+    a, blocks = model.attention, "megacpp.blocks"
+    if not model.engram.layers:
+        yield f"{blocks}.engram.module"
+    if not model.ngram.heads:
+        yield f"{blocks}.ngram.module"
+    if model.mhc.streams == 1:
+        yield f"{blocks}.hyper_connections.module"
+    if not a.sparse.layers:
+        yield f"{blocks}.attention.sparse:SparseLatentAttention"
+        yield f"{blocks}.attention.sparse:SparseGroupedQueryAttention"
+        yield "megacpp.kernels.sparse_attention.reference"
+        if a.kind == "gqa":
+            yield f"{blocks}.attention.mla"
+    if a.softcap is None:
+        yield "megacpp.kernels.attention.softcap:softcap_attention"
