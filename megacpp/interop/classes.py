@@ -13,10 +13,26 @@ from typing import Any
 
 from megacpp.config.model import ModelConfig
 from megacpp.errors import ConfigError, config_error
+from megacpp.interop import keys
 from megacpp.interop.features import BY_CODE, FEATURES, blocked, features, letters, settings_for
 from megacpp.interop.hf_class import HFClass
-from megacpp.interop.table import CLASSES, CODE
+from megacpp.interop.table import CLASSES
 from megacpp.model.pattern import LETTERS
+
+# Any model, by code in its folder (code/write.py).
+CODE = HFClass(
+    "MegacppForCausalLM",
+    "megacpp",
+    {},
+    (keys.CODE,),
+    {
+        "auto_map": {
+            "AutoConfig": "configuration_megacpp.MegacppConfig",
+            "AutoModelForCausalLM": "modeling_megacpp.MegacppForCausalLM",
+        }
+    },
+    own=True,
+)
 
 
 def class_of(model: ModelConfig, dropless: bool = False, code: bool = False) -> tuple[HFClass, str]:

@@ -156,6 +156,11 @@ FEATURES: Mapping[str, Feature] = {
         _yes(lambda model: model.attention.qk_norm and model.attention.kind == "gqa"),
         _switch("model.attention.qk_norm"),
     ),
+    "qkv_bias": Feature(
+        "model.attention.qkv_bias",
+        _yes(lambda model: model.attention.qkv_bias and model.attention.kind == "gqa"),
+        _switch("model.attention.qkv_bias"),
+    ),
     "activation of F": Feature(
         "model.mlp.activation",
         lambda model: model.mlp.activation if has("F")(model) else "none",
@@ -186,6 +191,17 @@ BLOCKERS = (
         lambda model: model.attention.softcap is not None and has("A")(model),
         "no class caps attention logits",
         "use model.attention.softcap=none",
+    ),
+    Blocker(
+        "model.attention.yarn.mscale",
+        lambda model: (
+            has("A")(model)
+            and (yarn := model.attention.yarn) is not None
+            and yarn.ramp == "turns"
+            and yarn.mscale > 0
+        ),
+        "no class has a temperature where frequencies go by turns",
+        "use model.attention.yarn.mscale=0",
     ),
     Blocker(
         "model.logit_softcap",

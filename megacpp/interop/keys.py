@@ -143,19 +143,26 @@ TYPED = KeyRule(
 # ---- positions ----------------------------------------------------------------------------------
 
 
+# Keys of the rotations above which a frequency stays, and below which it is slowed fully.
+TURNS = {"pairs": ("beta_fast", "beta_slow"), "turns": ("high_freq_factor", "low_freq_factor")}
+
+
 def _rope(model: ModelConfig) -> dict[str, Any]:
     """Return the rotary keys as transformers 5 and 4 spell them."""
     a, yarn = model.attention, model.attention.yarn
     scaling: dict[str, Any] | None = None
     if yarn is not None and a.max_seq_len > yarn.original_seq_len:
+        fast, slow = TURNS[yarn.ramp]
         scaling = {
-            "rope_type": "yarn",
+            "rope_type": "yarn" if yarn.ramp == "pairs" else "llama3",
             "factor": yarn.factor,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
+            fast: yarn.beta_fast,
+            slow: yarn.beta_slow,
             "original_max_position_embeddings": yarn.original_seq_len,
         }
-        if a.kind == "mla":
+        if yarn.ramp == "turns":
+            pass  # it has no temperature
+        elif a.kind == "mla":
             scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale}
         else:
             scaling["attention_factor"] = 0.1 * yarn.mscale * math.log(yarn.factor) + 1.0
@@ -163,7 +170,7 @@ def _rope(model: ModelConfig) -> dict[str, Any]:
     return {
         **theta,
         "rope_parameters": {"rope_type": "default", **(scaling or {}), **theta},
-        "rope_scaling": scaling and {"type": "yarn", **scaling},
+        "rope_scaling": scaling and {"type": scaling["rope_type"], **scaling},
     }
 
 
@@ -174,9 +181,12 @@ def _from_rope(values: Values) -> dict[str, Any]:
     found = {"attention.rope_theta": float(rope.get("rope_theta", values["rope_theta"]))}
     if kind == "default":
         return found
+    if kind == "llama3":
+        return found | _from_turns(rope, values["max_position_embeddings"])
     if kind != "yarn" or not rope.get("truncate", True):
         name = "rope_type" if kind != "yarn" else "truncate"
-        raise WrongKeyError(name, rope.get(name, kind), "must be default or yarn, truncated")
+        rule = "must be default, llama3 or yarn, truncated"
+        raise WrongKeyError(name, rope.get(name, kind), rule)
     factor, length = float(rope["factor"]), values["max_position_embeddings"]
     original = rope.get("original_max_position_embeddings") or length
     if values.get("kv_lora_rank"):
@@ -193,6 +203,23 @@ def _from_rope(values: Values) -> dict[str, Any]:
         "attention.yarn.original_seq_len": original,
         "attention.yarn.mscale": float(mscale),
         "attention.max_seq_len": max(length, math.ceil(original * factor)),
+    }
+
+
+def _from_turns(rope: Values, length: int) -> dict[str, Any]:
+    """Return the settings of Llama 3's scaling."""
+    original, found = needed(rope, "original_max_position_embeddings"), {}
+    for name, key in zip(TURNS["turns"], TURNS["pairs"], strict=True):
+        if needed(rope, name) != int(rope[name]):
+            raise WrongKeyError(name, rope[name], "must be a whole number")
+        found[f"attention.yarn.{key}"] = int(rope[name])
+    if length <= original:
+        raise WrongKeyError("max_position_embeddings", length, f"must be above {original}")
+    return found | {
+        "attention.yarn.ramp": "turns",
+        "attention.yarn.factor": float(needed(rope, "factor")),
+        "attention.yarn.original_seq_len": original,
+        "attention.yarn.mscale": 0.0,
     }
 
 
@@ -338,6 +365,16 @@ CODE = KeyRule(
     },
     lambda values: {},  # all is in our own settings
 )
+
+
+def bias(key: str) -> KeyRule:
+    """Return the rule of a bias on queries, keys and values, given its key."""
+    return KeyRule(
+        lambda model: {key: model.attention.qkv_bias},
+        lambda values: {"attention.qkv_bias": bool(values.get(key))},
+    )
+
+
 HEAD_NORMS = KeyRule(
     lambda model: {"use_qk_norm": model.attention.qk_norm},
     lambda values: {"attention.qk_norm": bool(values.get("use_qk_norm"))},

@@ -19,6 +19,7 @@ NEVER = {
     "Gated DeltaNet": ("no",),
     "groups of experts": ("no",),
     "query latent": ("no",),
+    "qkv_bias": ("no",),
     "heads divide the width": ANY,
 }
 PLAIN = {
@@ -163,6 +164,20 @@ CLASSES = (
         {"attention.qk_norm": True},
     ),
     HFClass(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        {
+            **DENSE_ONLY,
+            "qk_norm": ("no",),
+            "qkv_bias": ("yes",),
+            "heads divide the width": ("yes",),
+        },
+        (*COMMON, keys.GQA, DENSE, keys.alike("AF")),
+        {"hidden_act": "silu", "use_sliding_window": False},
+        {**DEFAULTS, "use_sliding_window": False},
+        {"attention.qkv_bias": True},
+    ),
+    HFClass(
         "MixtralForCausalLM",
         "mixtral",
         {**PLAIN, "feed-forward": ("E alone",), "router": ("softmax post",), "qk_norm": ("no",)},
@@ -239,6 +254,7 @@ CLASSES = (
             "router": SOFTMAX,
             "shared expert": ("plain", "gated"),
             "qk_norm": ("no",),
+            "qkv_bias": ANY,
         },
         (
             *COMMON,
@@ -247,9 +263,10 @@ CLASSES = (
             keys.experts("num_experts"),
             keys.SOFTMAX_ORDER,
             keys.shared_width("shared_expert_intermediate_size"),
+            keys.bias("qkv_bias"),
             keys.DENSE_NAMED,
         ),
-        {"hidden_act": "silu", "qkv_bias": False, "use_sliding_window": False},
+        {"hidden_act": "silu", "use_sliding_window": False},
         {
             **DEFAULTS, "qkv_bias": True, "use_sliding_window": False, "norm_topk_prob": False,
             "decoder_sparse_step": 1,
@@ -302,11 +319,12 @@ CLASSES = (
     HFClass(
         "Glm4MoeForCausalLM",
         "glm4_moe",
-        {**PLAIN, **SIGMOID, "qk_norm": ANY},
+        {**PLAIN, **SIGMOID, "qk_norm": ANY, "qkv_bias": ANY},
         (
             *COMMON,
             keys.GQA,
             keys.HEAD_NORMS,
+            keys.bias("attention_bias"),
             DENSE,
             keys.experts("n_routed_experts"),
             keys.SCALED,
@@ -315,7 +333,7 @@ CLASSES = (
             keys.LEADING,
         ),
         {
-            **BASIC, "partial_rotary_factor": 1.0, "norm_topk_prob": True,
+            "hidden_act": "silu", "partial_rotary_factor": 1.0, "norm_topk_prob": True,
             "num_nextn_predict_layers": 0,
         },
         {
@@ -400,17 +418,3 @@ CLASSES = (
         {**DEFAULTS, "sliding_window": 4096},
     ),
 )  # fmt: skip
-# Any model, by code in its folder (code/write.py).
-CODE = HFClass(
-    "MegacppForCausalLM",
-    "megacpp",
-    {},
-    (keys.CODE,),
-    {
-        "auto_map": {
-            "AutoConfig": "configuration_megacpp.MegacppConfig",
-            "AutoModelForCausalLM": "modeling_megacpp.MegacppForCausalLM",
-        }
-    },
-    own=True,
-)

@@ -23,6 +23,7 @@ LATENT = {**MLA, "attention.q_lora_rank": 12}
 SOFTMAX = {"moe.score": "softmax"}
 NO_NORM = {"attention.qk_norm": False}
 YARN = YarnConfig(original_seq_len=16, factor=4.0, mscale=0.7)
+TURNS = YarnConfig(16, 8.0, beta_fast=4, beta_slow=1, mscale=0.0, ramp="turns")
 WIDE = {"attention.max_seq_len": 64}
 
 # name -> (class, pattern, settings below `model`)
@@ -33,6 +34,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "AFAF",
         {**NO_NORM, **WIDE, "tie_embeddings": True, "attention.yarn": YARN},
     ),
+    "llama3": ("Llama", "AFAF", {**NO_NORM, **WIDE, "attention.yarn": TURNS}),
+    "qwen2": ("Qwen2", "AFAF", {**NO_NORM, "attention.qkv_bias": True}),
     "arcee": ("Arcee", "AFAF", {**NO_NORM, "mlp.activation": "relu2"}),
     "qwen3_tied": ("Qwen3", "AFAF", {"tie_embeddings": True}),
     "qwen3_yarn": ("Qwen3", "AFAF", {**WIDE, "attention.yarn": YARN}),
@@ -52,10 +55,16 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite": ("GraniteMoeShared", "AEAE", {**SOFTMAX, **NO_NORM}),
     "qwen2_moe": ("Qwen2Moe", "AEAF", {**SOFTMAX, **NO_NORM, "moe.shared_gate": True}),
     "qwen2_moe_ungated": ("Qwen2Moe", "AEAF", {**SOFTMAX, **NO_NORM}),
+    "qwen2_moe_bias": (
+        "Qwen2Moe",
+        "AEAF",
+        {**SOFTMAX, **NO_NORM, "attention.qkv_bias": True, "moe.shared_gate": True},
+    ),
     "qwen3_next": ("Qwen3Next", "AEAE", SOFTMAX),
     "qwen3_next_gated": ("Qwen3Next", "AEAF", {**SOFTMAX, "moe.shared_gate": True}),
     "qwen3_next_delta": ("Qwen3Next", "GEGEAE", SOFTMAX),
     "glm4": ("Glm4Moe", "AEAE", {"moe.num_groups": 2, "moe.route_scale": 2.5}),
+    "glm4_bias": ("Glm4Moe", "AEAE", {"attention.qkv_bias": True}),
     "glm4_dense_first": ("Glm4Moe", "AFAEAE", NO_NORM),
     "glm4_unshared": ("Glm4Moe", "AEAE", {"moe.num_shared": 0}),
     "deepseek_v3": ("DeepseekV3", "AEAE", LATENT),
@@ -64,6 +73,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "AFAEAE",
         {**MLA, **WIDE, "attention.yarn": YARN, "moe.num_groups": 2},
     ),
+    "deepseek_v3_llama3": ("DeepseekV3", "AEAE", {**LATENT, **WIDE, "attention.yarn": TURNS}),
     "deepseek_v3_dense": ("DeepseekV3", "AFAF", MLA),
     "deepseek_v2": (
         "DeepseekV2",
@@ -98,6 +108,8 @@ def built(model: ModelConfig, seed: int = 1) -> HybridLM:
                 t.copy_(0.75 + torch.rand(t.shape, generator=draws))
             elif name.endswith("expert_bias") and model.moe.score == "sigmoid":
                 t.copy_(0.1 * torch.randn(t.shape, generator=draws))
+            elif name.endswith(("wq.bias", "wk.bias", "wv.bias")):
+                t.copy_(0.2 * torch.randn(t.shape, generator=draws))
             elif t.dim() > 1 and "conv" not in name:
                 t.mul_(6)
     return found.eval()

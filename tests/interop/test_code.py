@@ -26,7 +26,7 @@ from megacpp.model.fp32 import contract_parameters
 from megacpp.run.sample import generate
 from megacpp.state.export import load_exported
 from megacpp.state.tensors import model_tensors
-from tests.interop.models import LATENT, built, final_folder
+from tests.interop.models import LATENT, TURNS, WIDE, built, final_folder
 from tests.model.small import SMALL_ENGRAM, SPARSE, small
 from tests.state.toy import differences
 
@@ -37,7 +37,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": ("AEMR", {}),
     "ranks": ("MF", {"tie_embeddings": True, "mamba3.mimo_rank": 2, "mamba3.out_norm": True}),
     "taps": ("MFRF", {"mamba3.conv_kernel": 3, "mlp.activation": "relu2"}),
-    "delta": ("GMAF", {"attention.softcap": 20.0, "logit_softcap": 30.0}),
+    "delta": (
+        "GMAF",
+        {
+            **WIDE,
+            "attention.softcap": 20.0,
+            "attention.yarn": TURNS,
+            "attention.qkv_bias": True,
+            "logit_softcap": 30.0,
+        },
+    ),
     "nulls": ("AEME", {"moe.score": "softmax", "moe.null_rho": 0.5, "moe.shared_gate": True}),
     "plain": ("AF", {"logit_softcap": 30.0}),
     "sparse": ("AMAF", {**LATENT, "attention.sparse": dataclasses.replace(SPARSE, share=2)}),

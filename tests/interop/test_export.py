@@ -21,7 +21,9 @@ transformers = pytest.importorskip("transformers")
 IDS = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(3))
 
 # Random weights whose likeliest tokens repeat after a few.
-LOOPS = "llama_tied_yarn arcee qwen3_tied mixtral_scaled glm4_unshared deepseek_v2".split()
+LOOPS = (
+    "llama3 qwen2 llama_tied_yarn arcee qwen3_tied mixtral_scaled glm4_unshared deepseek_v2".split()
+)
 
 
 def exported(name: str, folder: Path, *more: str):

@@ -50,6 +50,14 @@ YARN = {
     "original_max_position_embeddings": 32,
     "rope_theta": 1e4,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 1e4,
+}
 INDEX = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
 WIDE_MLA = {"hidden_size": 48, "q_lora_rank": 24}
 
@@ -58,6 +66,8 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("Llama", COMMON, {}),
     "llama_wide_heads": ("Llama", {**COMMON, "head_dim": 12, "rope_theta": 5e5}, {}),
     "llama_yarn": ("Llama", {**COMMON, "rope_parameters": YARN}, {}),
+    "llama3": ("Llama", {**COMMON, "rope_parameters": LLAMA3}, {}),
+    "qwen2": ("Qwen2", COMMON, {}),
     "mistral": ("Mistral", {**COMMON, "sliding_window": None}, {}),
     "arcee": ("Arcee", {**COMMON, "rms_norm_eps": 1e-5}, {}),
     "qwen3_tied": ("Qwen3", {**COMMON, "tie_word_embeddings": True, "head_dim": 16}, {}),
@@ -79,6 +89,11 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "shared_expert_intermediate_size": 28,
             "qkv_bias": False,
         },
+        {},
+    ),
+    "qwen2_moe_bias": (
+        "Qwen2Moe",
+        {**COMMON, **ROUTED, "num_experts": 6, "shared_expert_intermediate_size": 28},
         {},
     ),
     "granite": (
@@ -182,7 +197,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", ["llama_yarn", "deepseek_v3_yarn", "glm4", "mixtral"])
+@pytest.mark.parametrize("name", ["llama_yarn", "llama3", "deepseek_v3_yarn", "glm4", "mixtral"])
 def test_keys_of_version_4_alone(name: str, tmp_path: Path) -> None:
     theirs = saved(name, tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
@@ -191,7 +206,7 @@ def test_keys_of_version_4_alone(name: str, tmp_path: Path) -> None:
     config["rope_theta"] = rope.pop("rope_theta")
     config |= {"partial_rotary_factor": p} if (p := rope.pop("partial_rotary_factor", None)) else {}
     kind = rope.pop("rope_type")
-    config["rope_scaling"] = {"type": kind, **rope} if kind == "yarn" else None
+    config["rope_scaling"] = {"type": kind, **rope} if kind != "default" else None
     path.write_text(json.dumps(config))
     place = locate(str(tmp_path / "hf"), "from")
     ours = load_model(place, read_model(place))
@@ -216,7 +231,9 @@ GLM = {
     "partial_rotary_factor": 1.0,
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "rope": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type=llama3"),
+    "rope": ({"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "rope_type=dynamic"),
+    "turns": ({"rope_scaling": {**LLAMA3, "high_freq_factor": 2.5}}, "high_freq_factor=2.5"),
+    "short": ({"rope_scaling": LLAMA3, "max_position_embeddings": 32}, "max_position_embeddings"),
     "rope 5": ({"rope_parameters": {"rope_type": "linear", "factor": 2}}, "rope_type=linear"),
     "truncate": (
         {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
@@ -239,10 +256,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "partial": ({**GLM, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     "partial by default": ({**GLM, "partial_rotary_factor": None}, "partial_rotary_factor="),
-    "qkv bias": (
-        {**QWEN_MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 8},
-        "qkv_bias=True",
-    ),
     "mscale": (
         {
             **DEEPSEEK,

@@ -22,7 +22,18 @@ from megacpp.interop.classes import class_of, dropped
 from megacpp.interop.features import FEATURES
 from megacpp.interop.links import links, our_shapes, rows_in
 from megacpp.interop.table import CLASSES
-from tests.interop.models import CASES, LATENT, MLA, SOFTMAX, SPARSE, built, final_folder, model_of
+from tests.interop.models import (
+    CASES,
+    LATENT,
+    MLA,
+    SOFTMAX,
+    SPARSE,
+    TURNS,
+    WIDE,
+    built,
+    final_folder,
+    model_of,
+)
 from tests.model.small import small
 
 # name -> (pattern, settings below `model`, start of the line, words in it)
@@ -30,6 +41,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "two in a row": ("AFF", {}, "model.pattern=AFF", "a pair, A or G and then E or F"),
     "odd depth": ("AFA", {}, "model.pattern=AFA", "an even --model.depth"),
     "softcap": ("AF", {"attention.softcap": 30.0}, "model.attention.softcap=30.0", "softcap none"),
+    "turns with a temperature": (
+        "AF",
+        {**WIDE, "attention.yarn": dataclasses.replace(TURNS, mscale=1.0)},
+        "model.attention.yarn.mscale=1.0",
+        "--model.attention.yarn.mscale 0",
+    ),
+    "biases": (
+        "AF",
+        {"attention.qkv_bias": True},
+        "model.attention.qkv_bias=True",
+        "--model.attention.qkv-bias false",
+    ),
     "logits": ("AF", {"logit_softcap": 30.0}, "model.logit_softcap=30.0", "--model.logit-softcap"),
     "nulls": ("AE", {"moe.null_rho": 0.5}, "model.moe.null_rho=0.5", "--model.moe.null-rho 1"),
     "relu2 experts": ("AE", {"moe.activation": "relu2"}, "model.moe.activation=relu2", "swiglu"),

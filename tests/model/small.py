@@ -79,6 +79,15 @@ def variants() -> dict[str, ModelConfig]:
             attention=replace(mla, q_lora_rank=7, sparse=replace(SPARSE, share=2)),
         ),
         "gqa_sparse": replace(base, attention=replace(base.attention, sparse=SPARSE)),
+        "gqa_bias": replace(
+            base,
+            attention=replace(
+                base.attention,
+                qkv_bias=True,
+                max_seq_len=64,
+                yarn=YarnConfig(4, 8.0, beta_fast=4, beta_slow=1, mscale=0.0, ramp="turns"),
+            ),
+        ),
         "mamba_mimo_norm_conv": replace(
             base, mamba3=replace(base.mamba3, mimo_rank=2, ngroups=2, out_norm=True, conv_kernel=4)
         ),

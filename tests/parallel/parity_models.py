@@ -42,6 +42,14 @@ def models() -> dict[str, ModelConfig]:
             moe=replace(plain.moe, shared_gate=True, score="softmax"),
             mlp=replace(plain.mlp, activation="relu2"),
         ),
+        "bias": replace(
+            plain,
+            pattern="AE",
+            depth=2,
+            attention=replace(
+                options["gqa_bias"].attention, num_kv_heads=plain.attention.num_kv_heads
+            ),
+        ),
         "nulls": replace(
             plain,
             moe=replace(

@@ -57,6 +57,7 @@ RUNS = [
     Run("options", mesh(dp_shard=2, cp=2), evaluate=True),
     Run("plain", mesh(dp_replicate=2, cp=2)),
     Run("options", mesh(cp=2, tp=2)),
+    Run("bias", mesh(cp=2, tp=2)),
     Run("tied", mesh(cp=2, tp=2)),
     Run("plain", mesh(dp_shard=4, ep=2)),
     Run("plain", mesh(dp_replicate=2, dp_shard=2, ep=2)),

@@ -46,6 +46,7 @@ RUNS = [
     *(Run(name, FSDP_TP) for name in ("plain", "tied", "options")),
     Run("plain", FSDP_TP, accum=2, evaluate=True),
     Run("mla", REPLICAS_TP),
+    Run("bias", FSDP_TP),
     *(Run(name, FSDP_TP, recompute=NORMS) for name in ("plain", "mla", "options")),
     *(Run(letter, TP4, recompute=INPUTS) for letter in "AMERF"),
 ]

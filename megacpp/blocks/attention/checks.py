@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 def checks(config: Config) -> Iterator[ConfigError]:
     """Broken rules of `model.attention`."""
     a = config.model.attention
+    yarn = a.yarn
+    if yarn is not None and yarn.ramp == "turns" and yarn.beta_fast <= yarn.beta_slow:
+        yield config_error(
+            "model.attention.yarn.beta_fast",
+            yarn.beta_fast,
+            f"must be above model.attention.yarn.beta_slow ({yarn.beta_slow})",
+            "use model.attention.yarn.beta_fast=4 and model.attention.yarn.beta_slow=1",
+        )
     if a.kind == "mla":
         if a.qk_rope_head_dim % 2:
             key = "model.attention.qk_rope_head_dim"
@@ -24,8 +32,8 @@ def checks(config: Config) -> Iterator[ConfigError]:
                 "rotary pairs need an even number",
                 _even(a.qk_rope_head_dim),
             )
-        if a.qk_norm or a.softcap is not None:
-            name = "qk_norm" if a.qk_norm else "softcap"
+        gqa_only = {"qk_norm": a.qk_norm, "softcap": a.softcap, "qkv_bias": a.qkv_bias}
+        for name in (name for name, value in gqa_only.items() if value):
             yield config_error(
                 f"model.attention.{name}",
                 getattr(a, name),
@@ -41,6 +49,19 @@ def checks(config: Config) -> Iterator[ConfigError]:
             f"must divide model.attention.num_heads ({a.num_heads})",
             f"use model.attention.num_kv_heads={near}",
         )
+    weights_alone = {
+        "recompute.compress": (config.recompute.compress, 0),
+        "precision.fp8": (config.precision.fp8, "off"),
+        "optim.qk_clip": (config.optim.qk_clip, 0),
+    }
+    for key, (value, off) in weights_alone.items() if a.qkv_bias else ():
+        if value != off:
+            yield config_error(
+                key,
+                value,
+                "works on weights without a bias",
+                f"use {key}={off}, or model.attention.qkv_bias=false",
+            )
     if a.head_dim % 2:
         yield config_error(
             "model.attention.head_dim",

@@ -10,7 +10,10 @@ from megacpp.config.settings import MANY, WIDEST, setting
 
 @dataclass(frozen=True)
 class YarnConfig:
-    """YaRN context extension as DeepSeek-V3 uses it (arXiv 2309.00071); any flag turns it on."""
+    """YaRN context extension as DeepSeek-V3 uses it (arXiv 2309.00071), or Llama 3's.
+
+    Any flag turns it on.
+    """
 
     original_seq_len: int = setting(4096, "Row length that is not extended.", "tokens", at_least=1)
     factor: float = setting(40.0, "Factor by which the context grows.", above=0)
@@ -21,6 +24,9 @@ class YarnConfig:
         1, "Rotations below which a frequency is divided by the factor.", "rotations", at_least=1
     )
     mscale: float = setting(1.0, "Strength of the softmax temperature.", at_least=0)
+    ramp: Literal["pairs", "turns"] = setting(
+        "pairs", "What frequencies between the two betas go by: YaRN's pairs, Llama 3's turns."
+    )
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class AttentionConfig:
     head_dim: int = setting(64, "Width of a head of gqa; even.", "dims", at_least=2, at_most=MANY)
     rope_theta: float = setting(500_000.0, "Base of the rotary frequencies.", above=0)
     qk_norm: bool = setting(False, "Normalise queries and keys of gqa.")
+    qkv_bias: bool = setting(False, "Add a bias to queries, keys and values of gqa.")
     softcap: float | None = setting(
         None, "Soft cap (tanh) on attention logits of gqa (none: off).", above=0
     )

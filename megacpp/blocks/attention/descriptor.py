@@ -74,6 +74,11 @@ def direct_latents(model: ModelConfig) -> bool:
     return is_mla(model) and direct_queries(model)
 
 
+def biased(model: ModelConfig) -> bool:
+    """Return whether queries, keys and values of grouped-query attention have a bias."""
+    return is_gqa(model) and model.attention.qkv_bias
+
+
 def normed_heads(model: ModelConfig) -> bool:
     """Return whether queries and keys of grouped-query attention are normalised."""
     return is_gqa(model) and model.attention.qk_norm
@@ -116,9 +121,11 @@ def key_value_rows(model: ModelConfig) -> tuple[int, ...]:
 
 PARAMETERS = (
     Parameter(("wq.weight",), "[Q_tp, D]", "muon", fp8=True, compress=True, when=direct_queries),
-    Parameter(
-        ("wk.weight", "wv.weight"), "[K_tp, D]", "muon", fp8=True, compress=True, when=is_gqa
-    ),
+    Parameter(("wq.bias",), "[Q_tp]", "vector", when=biased),
+    Parameter(("wk.weight",), "[K_tp, D]", "muon", fp8=True, compress=True, when=is_gqa),
+    Parameter(("wk.bias",), "[K_tp]", "vector", when=biased),
+    Parameter(("wv.weight",), "[K_tp, D]", "muon", fp8=True, compress=True, when=is_gqa),
+    Parameter(("wv.bias",), "[K_tp]", "vector", when=biased),
     Parameter(("wq_a.weight",), "[Lq, D]", "muon", compress=True, when=latent_queries),
     Parameter(("q_norm.weight",), "[Lq]", "vector", fp32=True, when=latent_queries),
     Parameter(("wq_b.weight",), "[Q_tp, Lq]", "muon", when=latent_queries),
@@ -145,6 +152,9 @@ HF = (
     HFTensor("self_attn.q_proj.weight", ("wq.weight",), "halves", when=is_gqa),
     HFTensor("self_attn.k_proj.weight", ("wk.weight",), "halves", when=is_gqa),
     HFTensor("self_attn.v_proj.weight", ("wv.weight",), when=is_gqa),
+    HFTensor("self_attn.q_proj.bias", ("wq.bias",), "halves", when=biased),
+    HFTensor("self_attn.k_proj.bias", ("wk.bias",), "halves", when=biased),
+    HFTensor("self_attn.v_proj.bias", ("wv.bias",), when=biased),
     HFTensor("self_attn.q_norm.weight", ("q_norm.weight",), "halves", when=normed_heads),
     HFTensor("self_attn.k_norm.weight", ("k_norm.weight",), "halves", when=normed_heads),
     HFTensor("self_attn.q_proj.weight", ("wq.weight",), when=direct_latents),

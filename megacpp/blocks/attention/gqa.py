@@ -20,7 +20,7 @@ from megacpp.kernels.attention.reference import attend, attention_between, causa
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.sparse_attention.reference import chosen_mask
 from megacpp.model.documents import Documents, documents_of
-from megacpp.model.init import Rule
+from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute, recomputing
@@ -171,9 +171,9 @@ class GroupedQueryAttention(nn.Module):
         self.config, self.head_dim = config, attention.head_dim
         query_dim = attention.num_heads * attention.head_dim
         kv_dim = attention.num_kv_heads * attention.head_dim
-        self.wq = nn.Linear(config.dim, query_dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wq = nn.Linear(config.dim, query_dim, bias=attention.qkv_bias)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=attention.qkv_bias)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=attention.qkv_bias)
         self.wo = nn.Linear(query_dim, config.dim, bias=False)
         self.inner = CoreAttention(softmax_scale(attention.head_dim, attention), attention.softcap)
         if attention.qk_norm:
@@ -224,6 +224,8 @@ class GroupedQueryAttention(nn.Module):
             f"{name}.weight": input_rule(self.config) for name in ("wq", "wk", "wv")
         }
         rules["wo.weight"] = output_rule(self.config)
+        if self.config.attention.qkv_bias:
+            rules |= {f"{name}.bias": Constant(0.0) for name in ("wq", "wk", "wv")}
         if self.config.attention.qk_norm:
             rules["q_norm.weight"] = self.q_norm.init_rules()["weight"]
             rules["k_norm.weight"] = self.k_norm.init_rules()["weight"]

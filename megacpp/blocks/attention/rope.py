@@ -2,7 +2,7 @@
 
 Legend: B rows, T tokens, N heads, H rotated dim, P = H / 2 pairs; the last dim 2 of a table is
 (cos, sin). Tables are computed in fp64 and kept in at least fp32. Sources: RoFormer
-(arXiv 2104.09864); YaRN (arXiv 2309.00071) with the choices of DeepSeek-V3 (arXiv 2412.19437).
+(arXiv 2104.09864); for longer contexts stretch.py.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from megacpp.model.fp32 import wide
 def inverse_frequencies(
     dim: int, config: AttentionConfig, device: torch.device | str | None = None
 ) -> Tensor:
-    """Radians per position of each pair, fp64 `[P]`: theta^(-2i / dim), stretched by YaRN."""
+    """Radians per position of each pair, fp64 `[P]`: theta^(-2i / dim), perhaps stretched."""
     pair_P = torch.arange(dim // 2, dtype=torch.float64, device=device)
     frequency_P = config.rope_theta ** (-2.0 * pair_P / dim)
     yarn = _active_yarn(config)
     if yarn is None:
         return frequency_P
-    first = max(math.floor(_pair_that_turns(yarn.beta_fast, dim, config, yarn)), 0)
-    last = min(math.ceil(_pair_that_turns(yarn.beta_slow, dim, config, yarn)), dim - 1)
-    width = (last - first) or 1e-3  # as upstream: a step instead of a division by zero
-    slow_P = ((pair_P - first) / width).clamp(0.0, 1.0)  # 0: turns often, kept as it is
-    return frequency_P * (1.0 - slow_P) + frequency_P / yarn.factor * slow_P
+    from megacpp.blocks.attention.stretch import stretched
+
+    return stretched(frequency_P, dim, config.rope_theta, yarn)
 
 
 def softmax_scale(dim: int, config: AttentionConfig) -> float:
@@ -116,9 +114,3 @@ def _active_yarn(config: AttentionConfig) -> YarnConfig | None:
     """Return YaRN's settings if the context is longer than the original one, else None."""
     yarn = config.yarn
     return yarn if yarn is not None and config.max_seq_len > yarn.original_seq_len else None
-
-
-def _pair_that_turns(turns: float, dim: int, config: AttentionConfig, yarn: YarnConfig) -> float:
-    """Return the (fractional) pair that makes `turns` full turns within the original context."""
-    length = yarn.original_seq_len / (turns * 2.0 * math.pi)
-    return dim * math.log(length) / (2.0 * math.log(config.rope_theta))
