@@ -2,6 +2,7 @@
 
 `code=0.6,prose=0.4`: of every 5 rows, 3 are of code and 2 of prose.
 `code=1@0,code=0.5 prose=0.5@1000`: code alone, and from step 1000 on half of each.
+`texts/notes=1,data/code=3`: texts that aren't prepared are, at the start of the run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import NamedTuple
 from megacpp.config.schema import DataConfig
 from megacpp.errors import ConfigError, config_error, shortened
 
+INDEX = "index.json"  # every corpus has one
+PREPARED = ".prepared"  # ends the folder of a corpus that a run has made
 MOST_PARTS = 10_000  # rows after which the order of sources repeats
 SHARE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?|\.\d{1,18})(?:@(\d{1,15}))?", re.ASCII)
 EXAMPLE = "--data.mix code=0.6,prose=0.4, or code=1@0,code=0.5,prose=0.5@1000 to change at a step"
@@ -75,18 +78,42 @@ def _shares(weights: dict[str, Fraction]) -> dict[str, Fraction]:
 def source_folders(data: DataConfig) -> dict[str, Path]:
     """Return the folder of each corpus of a mixture by its name; empty without a mixture.
 
-    A name is the folder of that name beside `data.path`; a path has a slash.
+    A name is the folder of that name beside `data.path`; a path has a slash. The corpus of texts
+    that aren't prepared is `NAME.prepared` beside `data.path`.
 
     Raises:
         ValueError: two folders would have the same name.
     """
     found: dict[str, Path] = {}
-    for word in _words(data.mix) if data.mix else ():
-        folder = word.rpartition("=")[0]
-        path = Path(folder) if "/" in folder else Path(data.path).parent / folder
-        if found.setdefault(path.name, path) != path:
+    for path in _paths(data):
+        folder = _made_folder(data, path) if _is_raw(path) else path
+        if found.setdefault(path.name, folder) != folder:
             raise ValueError(f"{found[path.name]} and {path} would have the same name")
     return found
+
+
+def raw_sources(data: DataConfig) -> dict[Path, Path]:
+    """Return what each corpus of a mixture is made of that the run itself prepares, by folder."""
+    found = {}
+    for path in _paths(data):
+        if _is_raw(path):
+            found[_made_folder(data, path)] = path
+    return found
+
+
+def _paths(data: DataConfig) -> Iterator[Path]:
+    for word in _words(data.mix) if data.mix else ():
+        folder = word.rpartition("=")[0]
+        yield Path(folder) if "/" in folder else Path(data.path).parent / folder
+
+
+def _made_folder(data: DataConfig, raw: Path) -> Path:
+    return Path(data.path).parent / f"{raw.name}{PREPARED}"
+
+
+def _is_raw(path: Path) -> bool:
+    """Return whether a path exists and is no corpus: texts to prepare."""
+    return path.is_file() or (path.is_dir() and not (path / INDEX).is_file())
 
 
 def _words(mix: str) -> list[str]:

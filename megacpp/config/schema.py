@@ -89,7 +89,7 @@ class DataConfig:
     path: str = setting("data/torch-headers", "Folder of the corpus.")
     mix: str = setting(
         "",
-        "Corpora beside path, shares: code=0.6,prose=0.4; by step: a=1@0,a=1,b=3@9 (empty: path).",
+        "Corpora or texts, shares: code=0.6,prose=0.4; by step: a=1@0,a=1,b=3@9 (empty: path).",
     )
     seq_len: int = setting(256, "Tokens of a row.", "tokens", at_least=2, at_most=WIDEST)
 

@@ -68,7 +68,8 @@ class Segment:
 class Mixture:
     """Rows of several prepared corpora, with what a run asks of a `Corpus`.
 
-    Held-out rows are those of all sources, one after another, whatever the shares.
+    Held-out rows are those of all sources, whatever the shares; in any first part of them a source
+    has about its part of the whole.
 
     Args:
         corpora: sources by name, with equal row lengths.
@@ -163,11 +164,15 @@ class Mixture:
 
     def _held_out(self, row: int) -> tuple[str, int]:
         """Return the source of a held-out row, and the row's number within that source."""
-        for name, corpus in self.corpora.items():
-            if row < corpus.num_validation_rows:
-                return name, row
-            row -= corpus.num_validation_rows
-        return self.names[-1], self.corpora[self.names[-1]].num_validation_rows + row
+        if row < len(self._held_out_order):
+            return self._held_out_order[row]
+        return self.names[-1], self.corpora[self.names[-1]].num_validation_rows
+
+    @functools.cached_property
+    def _held_out_order(self) -> list[tuple[str, int]]:
+        sizes = {name: corpus.num_validation_rows for name, corpus in self.corpora.items()}
+        places = [(name, row) for name, size in sizes.items() for row in range(size)]
+        return sorted(places, key=lambda place: (place[1] + 0.5) / sizes[place[0]])
 
     def _joined(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +33,13 @@ from megacpp.model.count import count_parameters, table_lines
 from megacpp.model.flops import train_flops_per_token
 from megacpp.model.precision import check_device, compute_dtype, storage_dtype
 from megacpp.model.stages import as_scheduled
-from megacpp.run.corpus import RunCorpus, check_corpus, open_corpus, vocabulary_lines
+from megacpp.run.corpus import (
+    RunCorpus,
+    check_corpus,
+    open_corpus,
+    prepare_sources,
+    vocabulary_lines,
+)
 from megacpp.run.hang import group_timeout
 from megacpp.run.harness import find_tasks
 from megacpp.run.kernel_check import verify_kernels
@@ -59,6 +66,9 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
         CheckpointError: tensors of the first weights aren't those of the model.
     """
     check_folder("run.dir", Path(resolved.config.run.dir))
+    with peers.agree("sources"):
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # a node may have disks of its own
+            prepare_sources(resolved.config)
     corpus = open_corpus(resolved.config)
     check_corpus(resolved.config, corpus)
     check_device(resolved.config, device)

@@ -144,6 +144,8 @@ def _groups(steps: list[dict[str, Any]]) -> dict[str, dict[str, list[list[float]
             rates.setdefault(name, []).append([at, rate])
         for name, loss in (row.get("loss_by_source") or {}).items():
             sources.setdefault(name, []).append([at, loss])
+        for name, loss in (row.get("val_loss") or {}).items():
+            sources.setdefault(f"{name}, held out", []).append([at, loss])
         for name, value in (row.get("tasks") or {}).items():
             tasks.setdefault(name, []).append([at, value])
         if busy := list((row.get("load_max_over_mean") or {}).values()):

@@ -19,6 +19,7 @@ STEP: dict[str, tuple[type, ...]] = {
     "skipped": (bool,),
     "lr_groups": (dict,),
     "loss_by_source": (dict,),
+    "val_loss": (dict,),
     "tasks": (dict,),
     "load_max_over_mean": (dict,),
     "load_entropy": (dict,),
@@ -29,6 +30,7 @@ STEP: dict[str, tuple[type, ...]] = {
 EVALUATION: dict[str, tuple[type, ...]] = {
     "step": (int,),
     "no_verdict": (str,),
+    "val_loss": (dict,),
     **dict.fromkeys(("loss", "bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte"), NUMBER),
 }
 OBJECTS = ("config", "parameters", "mesh", "versions", "memory", "traffic", "policy")

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from pathlib import Path
 
-from megacpp.config.mix import corpus_folders, data_setting, mix_stages, source_folders
+from megacpp.config.mix import (
+    corpus_folders,
+    data_setting,
+    mix_stages,
+    raw_sources,
+    source_folders,
+)
 from megacpp.config.schema import Config
 from megacpp.data.corpus import Corpus
 from megacpp.data.mixture import Mixture
@@ -13,6 +20,7 @@ from megacpp.data.shards import INDEX
 from megacpp.data.sources import TORCH_HEADERS
 from megacpp.errors import DataError, config_error
 
+STAMP = "source.sha256"  # of the files that a run has prepared
 RunCorpus = Corpus | Mixture
 
 
@@ -34,6 +42,39 @@ def open_corpus(config: Config, verify: bool = False) -> RunCorpus:
     return Mixture(corpora, mix_stages(config.data.mix), config.data.mix)
 
 
+def prepare_sources(config: Config) -> None:
+    """Prepare sources of a mixture that are no corpora, or whose files have changed.
+
+    The first source's tokenizer is that of all; if it isn't a corpus, it learns one.
+
+    Raises:
+        DataError: a source can't be read.
+    """
+    for folder, raw in raw_sources(config.data).items():
+        from megacpp.data.prepare import ensure_corpus  # seldom needed
+        from megacpp.data.spec import CorpusSpec
+
+        first = corpus_folders(config.data)[0]
+        spec = CorpusSpec(str(raw), vocab_size=config.model.vocab_size)
+        if folder != first:
+            spec = CorpusSpec(str(raw), tokenizer=str(first))
+        stamp, now = folder / STAMP, _stamp(raw)
+        same = stamp.is_file() and stamp.read_text() == now
+        print(f"data.mix: {raw} is {'prepared in' if same else 'being prepared for'} {folder}")
+        try:
+            ensure_corpus(spec, folder, force=not same and folder.exists())
+        except DataError as error:
+            raise DataError(f"data.mix: {error}") from None
+        stamp.write_text(now)
+
+
+def _stamp(raw: Path) -> str:
+    """Return a digest of names, sizes and times of a source's files."""
+    files = sorted(path for path in raw.rglob("*") if path.is_file()) or [raw]
+    facts = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
 def _open(config: Config, path: Path, verify: bool) -> Corpus:
     if not (path / INDEX).is_file():
         found = f"holds no {INDEX}, so it is not a corpus" if path.is_dir() else "no such folder"
@@ -53,7 +94,8 @@ def prepare_command(config: Config, path: Path) -> str:
     first = corpus_folders(config.data)[0]
     size = f"--vocab-size {config.model.vocab_size}"
     words = size if path == first else f"--tokenizer {first}"
-    return f"megacpp data prepare YOUR_TEXTS --out {path} {words}"
+    texts = raw_sources(config.data).get(path, "YOUR_TEXTS")
+    return f"megacpp data prepare {texts} --out {path} {words}"
 
 
 def check_corpus(config: Config, corpus: RunCorpus) -> None:

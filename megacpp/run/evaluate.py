@@ -8,6 +8,7 @@ from typing import Any
 
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
+from megacpp.data.mixture import Mixture
 from megacpp.run.corpus import RunCorpus
 from megacpp.run.metrics import MetricsLog, bits_per_byte
 from megacpp.terminal.progress import counted
@@ -67,8 +68,8 @@ class HeldOut:
 
 def evaluate(
     run: Callable[..., Any], batches: Sequence[Batch], corpus: RunCorpus, shows: bool = False
-) -> dict[str, float]:
-    """Return loss, bits per byte and the compressors' bits per byte.
+) -> dict[str, Any]:
+    """Return loss, bits per byte and the compressors' bits per byte; of a mixture, loss by source.
 
     Bits of a complete pass are divided by the bytes of the held-out text: the ids of a tokenizer
     that isn't byte-level only stand for about as many bytes.
@@ -91,4 +92,7 @@ def evaluate(
     }
     if (xz := corpus.xz_bits_per_byte()) is not None:
         values["xz_bits_per_byte"] = xz
+    if isinstance(corpus, Mixture):
+        sources = zip(corpus.names, sums.nll_by_source, sums.totals.by_source, strict=True)
+        values["val_loss"] = {n: (nats / count).item() for n, nats, count in sources if count}
     return values

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -113,8 +113,11 @@ class MetricsLog:
         for line in lines if self.active else ():
             print(line, flush=True)
 
-    def evaluation(self, step: int, values: Mapping[str, float], no_verdict: str = "") -> None:
-        """Print validation figures and store them in the sinks and in evaluations.jsonl."""
+    def evaluation(self, step: int, values: Mapping[str, Any], no_verdict: str = "") -> None:
+        """Print validation figures and store them in the sinks and in evaluations.jsonl.
+
+        Losses by source of a mixture also go into the line of the step.
+        """
         why = no_verdict or ("" if values["complete"] else "only a part was evaluated")
         if self.active:
             first, *others = evaluation_lines(values, why)
@@ -128,6 +131,16 @@ class MetricsLog:
             _keep_steps(path, lambda other: other < step)
             with path.open("a") as f:
                 f.write(_strict_json({"step": step, **values, "no_verdict": why}) + "\n")
+            if by_source := values.get("val_loss"):
+                self._add(step, {"val_loss": by_source})
+
+    def _add(self, step: int, values: Mapping[str, object]) -> None:
+        """Add values to the line of a step that is written already."""
+        assert self._file is not None
+        self._file.close()
+        path = Path(self._file.name)
+        _amend(path, step, json.loads(_strict_json(values)))
+        self._file = path.open("a")
 
     def tasks(self, step: int, figures: Mapping[str, Mapping[str, float]]) -> None:
         """Print figures by task and metric, and store them in the sinks and with their step."""
@@ -138,10 +151,7 @@ class MetricsLog:
         print("\n".join(wrapped(f"step {step + 1}: {words}", "  ")), flush=True)
         for sink in self._sinks:
             sink.scalars(dict(tagged(figures, "tasks")), step)
-        self._file.close()
-        path = Path(self._file.name)
-        _amend(path, step, {"tasks": json.loads(_strict_json(flat))})
-        self._file = path.open("a")
+        self._add(step, {"tasks": json.loads(_strict_json(flat))})
 
     def sample(self, step: int, text: str) -> None:
         """Print generated text and store it in the sinks."""
@@ -183,7 +193,7 @@ class MetricsLog:
             sink.close()
 
 
-def evaluation_lines(values: Mapping[str, float], no_verdict: str) -> list[str]:
+def evaluation_lines(values: Mapping[str, Any], no_verdict: str) -> list[str]:
     """Return the validation figures as lines for the screen.
 
     Args:
@@ -194,6 +204,8 @@ def evaluation_lines(values: Mapping[str, float], no_verdict: str) -> list[str]:
     part = f"all {over} held-out bytes" if values["complete"] else f"the first {over} bytes"
     bars = compressor_bars(values)
     lines = [f"validation: loss {values['loss']:.4f}, {bits:.4f} bits per byte of {part}"]
+    if by_source := values.get("val_loss"):
+        lines.append("  " + "  ".join(f"val_loss/{n}={loss:.4f}" for n, loss in by_source.items()))
     if no_verdict:
         alone = [f"  {name} {bar:.4f}, {how}" for name, bar, how in bars]
         return [*lines, f"  no verdict: {no_verdict}", *alone]

@@ -121,6 +121,51 @@ def test_a_resumed_run_may_change_the_mixture_and_says_so(home: Path, straight: 
     assert starts == [0, 3 * 8, 4 * 8]
 
 
+def test_held_out_losses_are_recorded_by_source(straight: Path) -> None:
+    *_, last = records(straight)
+    one = json.loads((straight / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert last["val_loss"] == one["val_loss"] and sorted(one["val_loss"]) == ["corpus", "other"]
+    low, high = min(one["val_loss"].values()), max(one["val_loss"].values())
+    assert low < one["loss"] < high
+    assert "corpus, held out" in page(gather(straight))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_texts_are_prepared_once_at_the_start(home: Path, ranks: int) -> None:
+    """A folder of texts and a file of records beside a corpus; changed texts are another corpus."""
+    texts = home / f"raw-{ranks}" / "notes"
+    texts.mkdir(parents=True)
+    for i in range(70):
+        (texts / f"{i}.txt").write_text(f"Note {i} says {i * i % 89} or less.\n" * 9)
+    mix = f"corpus=1,{texts}=1,{home / 'texts.jsonl'}=1"
+    flags = ["--run.steps", "2"]
+    begun = start(home, f"of-texts-{ranks}", *flags, ranks=ranks, mix=mix)
+    assert begun.returncode == 0, begun.stderr
+    folder = home / "notes.prepared"
+    assert f"{texts} is being prepared for {folder}" in begun.stdout
+    for name in ("corpus", "notes", "texts.jsonl"):
+        assert f"val_loss/{name}=" in begun.stdout
+    made = (folder / "index.json").stat().st_mtime_ns
+    index = json.loads((folder / "index.json").read_text())
+    assert index["tokenizer"]["given"].startswith(str(home / "corpus"))
+    again = start(home, f"of-texts-{ranks}", "--run.steps", "3", ranks=ranks, mix=mix)
+    assert again.returncode == 0 and f"{texts} is prepared in {folder}" in again.stdout
+    assert (folder / "index.json").stat().st_mtime_ns == made
+    (texts / "70.txt").write_text("One more.\n" * 9)
+    other = start(home, f"of-texts-{ranks}", "--run.steps", "4", ranks=ranks, mix=mix)
+    assert other.returncode == 4 and "the corpus [" in other.stderr
+    assert len(other.stderr.strip().splitlines()) == 1
+    shutil.rmtree(folder)
+
+
+def test_texts_that_cannot_be_prepared_are_one_line(home: Path) -> None:
+    empty = home / "empty/texts"
+    empty.mkdir(parents=True)
+    done = start(home, "of-nothing", mix=f"corpus=1,{empty}=1")
+    assert done.returncode == 3 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("error: data.mix: ") and "Fix: " in done.stderr
+
+
 def test_another_source_is_another_corpus(home: Path, straight: Path) -> None:
     half_way(home, straight, "fewer")
     done = start(home, "fewer", mix="corpus=1")
