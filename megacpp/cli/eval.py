@@ -1,4 +1,4 @@
-"""Command `megacpp eval`: tasks of lm-eval on the weights of a run."""
+"""Command `megacpp eval`: tasks of lm-eval, and of held-out code, on the weights of a run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megacpp.cli.weights import find_tokenizer, load_model
+from megacpp.cli.weights import find_tokenizer, held_out_documents, load_model
 from megacpp.config.environment import ranks_started
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
@@ -26,7 +27,7 @@ class EvalArgs:
 
     run: str = setting(words="Folder of the run.", positional=True)
     tasks: str = setting(
-        "", "Tasks, separated by commas: names of lm-eval, YAML files or folders of them."
+        "", "Tasks by commas: fim, compiles, names of lm-eval, YAML files or folders of them."
     )
     limit: int = setting(0, "Documents of each task (0: all).", "documents", at_least=0)
     fewshot: int = setting(
@@ -50,6 +51,8 @@ class EvalArgs:
 def evaluate(args: EvalArgs) -> int:
     """Evaluate tasks of lm-eval (pip install 'megacpp[eval]') on the weights of a run.
 
+    `fim` and `compiles` need no lm-eval and take held-out documents of the run's corpus: whether a
+    missing line is filled in exactly, and whether a C++ compiler accepts continued files.
     Likelihoods are computed for packed rows, answers are generated several at a time. A text starts
     with the begin-of-document id, as in training. Figures and all samples are written to a file.
     Several processes share the requests: torchrun --nproc-per-node=2 -m megacpp eval ...
@@ -60,12 +63,13 @@ def evaluate(args: EvalArgs) -> int:
     out = prepared_file(args)
     # Before lm-eval's libraries are imported: local files need no network.
     os.environ.setdefault("HF_DATASETS_CACHE", str(out.parent / "datasets"))
-    from megacpp.run.harness import adapted, figures_of, run_tasks
+    from megacpp.run.harness import evaluated, figures_of
 
     subject = subject_of(args)
-    lm = adapted(subject)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    found = run_tasks(lm, tasks, args.limit or None, None if args.fewshot < 0 else args.fewshot)
+    fewshot = None if args.fewshot < 0 else args.fewshot
+    texts = partial(held_out_documents, args.folder)
+    found = evaluated(subject, tasks, texts, args.limit or None, fewshot)
     if subject.rank:
         return 0
     figures = figures_of(found["results"])

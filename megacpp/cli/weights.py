@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,18 @@ def tokenizer_path(run_folder: Path) -> Path:
     data = DataConfig(**_config(run_folder)["data"])
     paths = [folder / "tokenizer.json" for folder in corpus_folders(data)]
     return next((path for path in paths if chat_template(path)), paths[0])
+
+
+def held_out_documents(run_folder: Path) -> Iterator[str]:
+    """Yield the held-out texts of a run's corpora.
+
+    Raises:
+        DataError: they are gone, or damaged.
+    """
+    from megacpp.data.corpus import Corpus
+
+    for folder in corpus_folders(DataConfig(**_config(run_folder)["data"])):
+        yield from Corpus(folder, seq_len=1).validation_documents()
 
 
 def load_model(run: Path, checkpoint: str, device: str) -> HybridLM:

@@ -36,7 +36,9 @@ class RunConfig:
     eval_rows: int = setting(
         0, "Held-out rows of an evaluation (0: all of them).", "rows", at_least=0
     )
-    tasks: str = setting("", "Tasks to evaluate as `megacpp eval` does, by commas (empty: none).")
+    tasks: str = setting(
+        "", "Tasks to evaluate as `megacpp eval` does: fim,compiles (empty: none)."
+    )
     tasks_every: int = setting(
         0, "Steps from one evaluation of tasks to the next (0: at the end).", "steps", at_least=0
     )

@@ -203,6 +203,11 @@ class Mixture:
             source_targets=targets,
         )
 
+    def validation_documents(self) -> Iterator[str]:
+        """Yield the texts of the held-out documents, source by source."""
+        for corpus in self.corpora.values():
+            yield from corpus.validation_documents()
+
     @property
     def validation_text_bytes(self) -> int:
         """UTF-8 bytes of all held-out documents."""

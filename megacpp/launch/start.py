@@ -33,6 +33,7 @@ from megacpp.model.count import count_parameters, table_lines
 from megacpp.model.flops import train_flops_per_token
 from megacpp.model.precision import check_device, compute_dtype, storage_dtype
 from megacpp.model.stages import as_scheduled
+from megacpp.run.code_tasks import CODE_TASKS, check_code_tasks
 from megacpp.run.corpus import (
     RunCorpus,
     check_corpus,
@@ -73,8 +74,10 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
     check_corpus(resolved.config, corpus)
     check_device(resolved.config, device)
     check_sinks(resolved.config)
-    if tasks := task_names(resolved.config.run.tasks):
-        find_tasks(tasks, "run.tasks")
+    tasks = task_names(resolved.config.run.tasks)
+    check_code_tasks(tasks, corpus.tokenizer, "run.tasks")
+    if others := [task for task in tasks if task not in CODE_TASKS]:
+        find_tasks(others, "run.tasks")
     if resolved.config.checkpoint.init:
         from megacpp.interop.start import check_start  # imports every map of names
 

@@ -16,6 +16,7 @@ from megacpp.blocks.experts.module import Dispatch
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import MegacppError, config_error
 from megacpp.model.hybrid import HybridLM
+from megacpp.run.code_tasks import CODE_TASKS, check_code_tasks, run_code_tasks
 from megacpp.run.likelihood import log_likelihoods
 from megacpp.run.sample import Sampling
 from megacpp.run.text_stream import TextStream, continue_texts
@@ -193,6 +194,36 @@ def run_tasks(
         bootstrap_iters=0,
         log_samples=True,
     )
+
+
+def evaluated(
+    subject: Subject,
+    tasks: Sequence[str],
+    documents: Callable[[], Iterable[str]],
+    limit: int | None,
+    fewshot: int | None,
+    key: str = "tasks",
+) -> dict[str, Any]:
+    """Return what `run_tasks` and `run_code_tasks` find, together.
+
+    Args:
+        subject: model under evaluation.
+        tasks: names of code_tasks.py, and what `run_tasks` takes.
+        documents: returns the held-out texts.
+        limit, fewshot, key: as in `run_tasks`.
+
+    Raises:
+        MegacppError: lm-eval isn't installed, and a task needs it.
+        ConfigError: no such task, or it can't be evaluated.
+    """
+    own = [name for name in tasks if name in CODE_TASKS]
+    check_code_tasks(own, subject.tokenizer, key)
+    others = [name for name in tasks if name not in CODE_TASKS]
+    found = run_tasks(adapted(subject), others, limit, fewshot, key) if others else None
+    found = found or {}  # lm-eval returns nothing on other ranks than the first
+    more = run_code_tasks(own, subject, documents(), limit) if own else {}
+    parts = ("results", "n-samples", "samples", "versions")
+    return {part: {**found.get(part, {}), **more.get(part, {})} for part in parts}
 
 
 def find_tasks(tasks: Sequence[str], key: str = "tasks") -> tuple[list[str], Any]:

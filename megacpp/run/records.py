@@ -103,7 +103,7 @@ class Records:
         self.profile = StepProfile(config.run.profile, folder, rank, device)
         self.held_out = HeldOut(launch.corpus, config, share, evaluate, self.log)
         told = rank == 0, of_sum, self.clock.alive
-        self.tasks = Tasks(state.model, launch.corpus.tokenizer, config, *told)
+        self.tasks = Tasks(state.model, launch.corpus, config, *told)
         self._began, self._steps = 0.0, list[float]()
 
     def begin(self, step: int) -> None:

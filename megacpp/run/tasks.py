@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.config.schema import Config
-from megacpp.data.tokenizer import CorpusTokenizer
-from megacpp.run.harness import Subject, adapted, dropless, figures_of, run_tasks
+from megacpp.run.corpus import RunCorpus
+from megacpp.run.harness import Subject, dropless, evaluated, figures_of
 from megacpp.state.export import whole_copy
 from megacpp.state.rng import rng_state, set_rng_state
 from megacpp.terminal.progress import counted
@@ -39,7 +39,7 @@ class Tasks:
 
     Args:
         model: model of this rank.
-        tokenizer: tokenizer of the corpus.
+        corpus: corpus of the run.
         config: configuration of the run.
         is_main: this rank evaluates.
         of_sum: sums over all ranks, in place.
@@ -49,13 +49,13 @@ class Tasks:
     def __init__(
         self,
         model: nn.Module,
-        tokenizer: CorpusTokenizer,
+        corpus: RunCorpus,
         config: Config,
         is_main: bool,
         of_sum: Callable[[Tensor], Tensor],
         alive: Callable[[], None],
     ) -> None:
-        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.model, self.corpus, self.config = model, corpus, config
         self.is_main, self.of_sum, self.alive = is_main, of_sum, alive
         self.device = next(model.parameters()).device
 
@@ -82,11 +82,18 @@ class Tasks:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         length = self.config.model.attention.max_seq_len
         model = dropless(copy)
-        subject = Subject(model, self.tokenizer, length, ROW_TOKENS, BATCH, self._followed)
+        subject = Subject(model, self.corpus.tokenizer, length, ROW_TOKENS, BATCH, self._followed)
         limit = self.config.run.tasks_limit or None
-        names = task_names(self.config.run.tasks)
-        found = run_tasks(adapted(subject), names, limit, None, "run.tasks")
-        return figures_of(found["results"])
+        return figures_of(
+            evaluated(
+                subject,
+                task_names(self.config.run.tasks),
+                self.corpus.validation_documents,
+                limit,
+                None,
+                "run.tasks",
+            )["results"]
+        )
 
     def _followed(self, items: Iterable[Any], name: str, total: int) -> Iterator[Any]:
         for item in counted(items, name, total):

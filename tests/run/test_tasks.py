@@ -18,7 +18,7 @@ from megacpp.cli.memory_generate import GenerationArgs
 from megacpp.config.arguments import parse_run
 from megacpp.config.presets import PRESETS
 from megacpp.config.schema import Config, RunConfig
-from megacpp.data.tokenizer import CorpusTokenizer
+from megacpp.data.corpus import Corpus
 from megacpp.memory import estimate as estimates
 from megacpp.report.data import gather
 from megacpp.report.page import page
@@ -193,10 +193,10 @@ def test_random_numbers_are_left_as_they_were(
 
     config = Config(model=small("AF"), run=RunConfig(dir=str(tmp_path), tasks="choice"))
     model = initialised(config.model, seed=0)
-    tokenizer = CorpusTokenizer.load(corpus / "tokenizer.json")
-    monkeypatch.setattr("megacpp.run.tasks.run_tasks", found)
+    monkeypatch.setattr("megacpp.run.tasks.evaluated", found)
     before, signs = rng_state(), list[int]()
-    tasks = Tasks(model, tokenizer, config, True, lambda x: x, lambda: signs.append(1))
+    of_run = Corpus(corpus, seq_len=32)
+    tasks = Tasks(model, of_run, config, True, lambda x: x, lambda: signs.append(1))
     assert tasks.evaluate() == {"choice": {"acc": 0.5}} and rng_state() == before
 
 
