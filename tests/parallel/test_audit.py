@@ -30,12 +30,15 @@ MESHES = {
     "four": MeshConfig(dp_shard=4),
     "hsdp": MeshConfig(dp_replicate=2, dp_shard=2, ep=2),
     "dp_tp": MeshConfig(dp_shard=2, tp=2),
+    "zbv": MeshConfig(dp_shard=1, pp=2, pp_schedule="zbv"),
+    "dualpipev": MeshConfig(dp_shard=1, pp=2, pp_schedule="dualpipev"),
+    "dualpipe": MeshConfig(dp_shard=1, pp=2, pp_schedule="dualpipe"),
 }
 HIT = "norm.weight"  # of the first block, in each stage of a pipeline
 
 
 def run_on(name: str) -> Run:
-    return Run("plain", MESHES[name], accum=2)
+    return Run("plain", MESHES[name], accum=4 if name in ("zbv", "dualpipev", "dualpipe") else 2)
 
 
 def boundaries(rank: int, run: Run) -> tuple[Any, Any, AuditedBoundary]:
