@@ -70,12 +70,18 @@ def blind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Loader, "take", jumping)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rewound_run_never_saw_the_rows(corpus: Path, tmp_path: Path, ranks: int) -> None:
-    folder, twin = tmp_path / "run", tmp_path / "twin"
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [(1, ""), (2, ""), (2, "--mesh.ep 2"), (2, "--mesh.pp 2 --train.grad-accum 2")],
+    ids=["one", "two", "ep", "pp"],
+)
+def test_a_rewound_run_never_saw_the_rows(
+    corpus: Path, tmp_path: Path, ranks: int, mesh: str
+) -> None:
+    folder, twin, on = tmp_path / "run", tmp_path / "twin", mesh.split()
     with pytest.MonkeyPatch.context() as patch:
         spoil(patch, {*EARLY, *BAD})
-        done = run(corpus, folder, "--train.rewinds", "1", ranks=ranks)
+        done = run(corpus, folder, "--train.rewinds", "1", *on, ranks=ranks)
     assert done.returncode == 0, done.stderr
     saved = folder / "checkpoints/step-000006"
     line = (
@@ -87,14 +93,15 @@ def test_a_rewound_run_never_saw_the_rows(corpus: Path, tmp_path: Path, ranks: i
     with pytest.MonkeyPatch.context() as patch:
         spoil(patch, EARLY)
         blind(patch)
-        assert run(corpus, twin, ranks=ranks).returncode == 0
+        assert run(corpus, twin, *on, ranks=ranks).returncode == 0
     same_run(folder, twin)
 
     # Lost between the rewind and the next save: the start after it skips the same rows.
     for path in (folder / "checkpoints").glob("step-*"):
         if path != saved:
             shutil.rmtree(path)
-    again = run(corpus, folder, "--train.rewinds", "1", ranks=ranks)  # rows 12 to 17 are good now
+    # Rows 12 to 17 are good now.
+    again = run(corpus, folder, "--train.rewinds", "1", *on, ranks=ranks)
     assert again.returncode == 0 and "resumed at step 6 of 10" in again.stdout, again.stderr
     same_run(folder, twin)
 

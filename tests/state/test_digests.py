@@ -79,11 +79,14 @@ def flipped(rank: int, size: int, mesh: MeshConfig, folder: Path) -> list[tuple[
         MeshConfig(dp_replicate=2, dp_shard=2),
         MeshConfig(dp_shard=1, tp=2, dp_replicate=2),
         MeshConfig(pp=2, dp_shard=1),
+        MeshConfig(dp_replicate=2, dp_shard=2, ep=2),
+        MeshConfig(dp_replicate=2, dp_shard=1, cp=2),
+        MeshConfig(dp_shard=2, ep=2, tp=2),
     ],
-    ids=["ddp", "hsdp", "tp", "pp"],
+    ids=["ddp", "hsdp", "tp", "pp", "ep", "cp", "tp_ep"],
 )
 def test_flips_on_one_rank_are_found_and_named(tmp_path: Path, mesh: MeshConfig) -> None:
-    ranks = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.tp
+    ranks = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
     found = [one for of_rank in run_ranks(flipped, ranks, mesh, tmp_path) for one in of_rank]
     assert len(found) == FLIPS // 4
     for name, said, _ in found:

@@ -12,7 +12,7 @@ from megacpp.config.settings import setting
 class HyperConnectionConfig:
     """Manifold-constrained hyper-connections: several residual streams (mHC, 2512.24880)."""
 
-    streams: int = setting(1, "Residual streams (1: off).", "streams", at_least=1, at_most=64)
+    streams: int = setting(1, "Residual streams (1: off).", "streams", at_least=1, at_most=16)
     ordering: Literal["paper", "deepseek_v4", "megatron"] = setting(
         "paper", "Source whose order of operations is followed."
     )
