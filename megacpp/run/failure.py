@@ -26,7 +26,7 @@ DISK = 4  # the code of a checkpoint that can't be saved
 # Errors of a run folder that is full, was mounted read-only, or is gone.
 OF_A_DISK = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV),
-    *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTCONN),
+    *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTCONN, errno.EFBIG),
 )
 # Errors of an invalid path: a mistake in the command line.
 WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
@@ -139,18 +139,21 @@ def report(error: Exception, folder: Path, peers: RankStore | None = None) -> in
             "command goes on.",
         )
     path = folder / "failures" / f"rank-{rank}.txt"
+    late = any(words in str(error) for words in TIMED_OUT)
+    lost = late or is_peer_failure(error)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        # A run folder that was there and is gone isn't made anew.
+        path.parent.mkdir(parents=peers is None or peers.home is None, exist_ok=True)
         path.write_text("".join(traceback.format_exception(error)))
     except OSError:
-        traceback.print_exception(error)  # the folder isn't writable: print it instead
+        if not lost:
+            traceback.print_exception(error)  # the folder isn't writable: print it instead
     from megacpp.run.oom import forensics_of, out_of_memory, show_once  # imports the planner
 
     with contextlib.suppress(Exception):  # the first error must be reported
-        if (forensics := forensics_of(error)) is not None:
+        if (forensics := forensics_of(error)) is not None and folder.exists():
             forensics.at_error()
-    late = any(words in str(error) for words in TIMED_OUT)
-    if late or is_peer_failure(error):
+    if lost:
         return _alone(peers, path, late)
     _said(peers)
     if out_of_memory(error):
@@ -163,9 +166,9 @@ def _of_the_folder(error: OSError, folder: Path) -> bool:
     """Return whether an error is one of the run folder's disk; of a path, one inside the folder."""
     if error.errno not in OF_A_DISK:
         return False
-    if not isinstance(error.filename, str | os.PathLike):  # a write to an open file
+    if not isinstance(error.filename, str | bytes | os.PathLike):  # a write to an open file
         return error.errno not in (errno.ENOENT, errno.EACCES, errno.EPERM)
-    path = os.path.abspath(error.filename)
+    path = os.path.abspath(os.fsdecode(error.filename))
     return os.path.commonpath([path, os.path.abspath(folder)]) == os.path.abspath(folder)
 
 

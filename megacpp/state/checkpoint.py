@@ -201,7 +201,7 @@ def _problems(path: Path, rank: int, world_size: int) -> list[str]:
 def _prepare(pending: Path, final: Path, whole: Catalogue) -> None:
     """Delete leftovers of a crash, check the free space, and create the pending folder."""
     folder = final.parent
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # no parents: a run folder that is gone isn't made anew elsewhere
     for leftover in folder.glob(f"step-*{PENDING}"):
         shutil.rmtree(leftover)
     needed, free = whole.num_bytes, shutil.disk_usage(folder).free

@@ -1,6 +1,6 @@
 """Attack runs for half an hour and print the table R1-R25: `make torture`.
 
-python -m tests.torture [--only R17 R18] [--minutes 30]
+python -m tests.torture [--only R17 R18] [--minutes 30] [--write docs/torture.md]
 
 Rows with a measurement of their own attack processes under torchrun; the others run the tests that
 hold the bar, whole, and print how many passed.
@@ -9,7 +9,6 @@ hold the bar, whole, and print how many passed.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -27,6 +26,7 @@ from megacpp.run.goodput import account, read_starts
 from tests.launch import ROOT
 from tests.ranks import children
 from tests.test_run import ADAMW, SMALL
+from tests.torture.disks import FAULTS, STEPS, attack, disk, problems, weights
 
 ATTACK = str(ROOT / "tests/torture/attack.py")
 LIMIT_S = 6
@@ -41,7 +41,6 @@ HANGS = [  # fault, rank, phase that the report must name
 ]
 TESTS = {
     "R1": ("kills during a save", "state/test_crash.py"),
-    "R2": ("two starts, one folder", "run/test_alone.py"),
     "R3": ("flipped bits of files", "state/test_damage.py state/test_sound.py"),
     "R4": ("truncated and swapped files", "state/test_damage.py state/test_hostile.py"),
     "R5": ("resume, same mesh", "state/test_resume.py"),
@@ -53,7 +52,6 @@ TESTS = {
     "R11": ("spikes and rewinds", "run/test_rewind.py"),
     "R12": ("no label counts", "parallel/test_boundary.py"),
     "R14": ("damaged corpora", "data/test_batches.py data/test_sources.py"),
-    "R15": ("full and read-only disks", "run/test_disk.py state/test_crash.py"),
     "R16": ("signals", "run/test_preemption.py"),
     "R19": ("ranks with less data", "data/test_loader.py run/test_evaluate.py"),
     "R20": ("every row once", "data/test_batches.py data/test_loader.py"),
@@ -241,9 +239,63 @@ def configurations(yard: Yard) -> str:
     return last
 
 
+def launchers(yard: Yard) -> str:
+    """R2: of two launchers that start at once on one folder, one trains and one is refused."""
+    count, good = max(1, int(yard.minutes / 6)), 0
+    for number in range(count):
+        folder = yard.folder / f"both-{number}"
+        flags = yard.flags(folder.name, "--run.steps", "60", "--checkpoint.every", "20")
+        both = [
+            subprocess.Popen(
+                yard.under(2, "train.py", *flags),
+                cwd=ROOT,
+                env=yard.env,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        said = [process.communicate()[1] for process in both]
+        refused = [f"run.dir={folder}: is in use by process" in err for err in said]
+        ended = [process.returncode for process in both]
+        steps = [json.loads(row)["step"] for row in (folder / "metrics.jsonl").open()]
+        one = sorted(refused) == [False, True] and ended[refused.index(False)] == 0
+        good += one and steps == list(range(60))
+        if not one:
+            print(ended, *(err[-500:] for err in said), sep="\n", file=sys.stderr)
+    return f"{good} of {count} times one trained alone and the other ended with one line"
+
+
+def disks(yard: Yard) -> str:
+    """R15: runs whose disk fails end with 4 and one line, and go on once it is mended."""
+    steps = ["--run.steps", str(STEPS), "--checkpoint.every", "2", "--nproc", "2"]
+
+    def words(folder: str) -> list[str]:
+        return [*yard.flags(folder, *steps), "--run.eval-rows", "4"]
+
+    yard.call("-m", "megacpp", "train", *words("disk-straight"))
+    wrong, skipped = [], []
+    for fault in FAULTS:
+        with disk(yard.folder / f"disk-{fault}", fault) as place:
+            if place is None:
+                skipped.append(fault)
+                continue
+            folder = place / "run"
+            ended = attack(words(f"disk-{fault}/run"), folder, fault, yard.env)
+            straight = yard.folder / "disk-straight"
+            wrong += [f"{fault}: {one}" for one in problems(*ended, folder, straight)]
+    print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
+    bad = {one.split(":")[0] for one in wrong}
+    tried = [fault for fault in FAULTS if fault not in skipped]
+    more = f", not possible here: {', '.join(skipped)}" if skipped else ""
+    good = f"{len(tried) - len(bad)} of {len(tried)} ended with 4 and went on"
+    return f"{good} ({', '.join(tried)}){more}"
+
+
 def flips(yard: Yard) -> str:
-    """SDC: bits flipped in one rank's weights and moments are found, and named."""
-    return tests(yard, "state/test_digests.py") + ", 100 flips"
+    """SDC: bits flipped in one rank's state, gradients and activations are found, and named."""
+    return yard.call("-m", "tests.torture.flips", str(int(100 * yard.minutes / 30))).stdout.strip()
 
 
 def tests(yard: Yard, files: str) -> str:
@@ -257,12 +309,6 @@ def tests(yard: Yard, files: str) -> str:
     return ("" if done.returncode == 0 else "FAILED: ") + ", ".join(counts) + " tests"
 
 
-def weights(folder: Path) -> list[str]:
-    """Return the hashes of the final weights."""
-    files = sorted((folder / "final").glob("*.safetensors"))
-    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
-
-
 def slope(points: list[tuple[int, int]]) -> float:
     """Return the least-squares slope of some points; 0 without enough of them."""
     if len({x for x, _ in points}) < 2:
@@ -274,13 +320,16 @@ def slope(points: list[tuple[int, int]]) -> float:
 
 
 OWN: dict[str, tuple[str, Callable[[Yard], str]]] = {
+    "R2": ("two launchers, one folder", launchers),
     "R13": ("random configurations", configurations),
+    "R15": ("disks that fail", disks),
     "R17": ("kill -9 of ranks", kills),
     "R18": ("hangs", hangs),
     "R24": ("clean ends", shutdowns),
     "R25": ("soak", soak),
     "SDC": ("flipped bits in memory", flips),
 }
+ROWS = [*(f"R{n}" for n in range(1, 26)), "SDC"]
 
 
 def main() -> None:
@@ -289,20 +338,34 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], metavar="R")
     parser.add_argument("--minutes", type=float, default=30.0, help="scales the long attacks")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", type=Path, help="page whose rows are replaced by new ones")
     given = parser.parse_args()
-    rows = [*(f"R{n}" for n in range(1, 26)), "SDC"]
     with tempfile.TemporaryDirectory(prefix="megacpp-torture-") as name:
         yard = Yard(Path(name), given.seed, given.minutes)
         print("| bar | attack | figure | seconds |\n|---|---|---|---|", flush=True)
-        for row in [row for row in rows if not given.only or row in given.only]:
+        for row in [row for row in ROWS if not given.only or row in given.only]:
             began = time.perf_counter()
             if row in OWN:
                 attack, figure = OWN[row][0], OWN[row][1](yard)
             else:
                 attack, figure = TESTS[row][0], tests(yard, TESTS[row][1])
-            print(
-                f"| {row} | {attack} | {figure} | {time.perf_counter() - began:.0f} |", flush=True
-            )
+            line = f"| {row} | {attack} | {figure} | {time.perf_counter() - began:.0f} |"
+            print(line, flush=True)
+            if given.write:
+                write(given.write, row, line)
+
+
+def write(page: Path, row: str, line: str) -> None:
+    """Replace or add a row of the table on a page; rows stay in their order."""
+    before = [text for text in page.read_text().splitlines() if text.split(" ")[1:2] != [row]]
+    order = ["bar", *ROWS]
+    at = max(
+        number
+        for number, text in enumerate(before)
+        if text.startswith("|---")
+        or (text.startswith("| ") and order.index(text.split(" ")[1]) < order.index(row))
+    )
+    page.write_text("\n".join([*before[: at + 1], line, *before[at + 1 :]]) + "\n")
 
 
 if __name__ == "__main__":
