@@ -161,6 +161,13 @@ def test_transformers_computes_the_same_without_megacpp(
     assert difference <= WITHIN * found["alone"].abs().max()
 
 
+def test_the_card_says_how_to_run_the_code(folder: Path) -> None:
+    card = (folder / "mixed" / "README.md").read_text()
+    assert "| class | `MegacppForCausalLM` |" in card and "| steps | 7 |" in card
+    assert 'model="FOLDER", trust_remote_code=True)' in card
+    assert "`modeling_megacpp.py`" in card and "llama.cpp" not in card
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_bf16_keeps_the_fp32_contract(
     name: str, folder: Path, alone: dict[str, dict[str, Any]]

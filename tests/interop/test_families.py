@@ -1,0 +1,31 @@
+"""Page of the families: every model of the tests is in it, its figures within the bounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from megacpp.interop.compare import WITHIN
+from tests.interop.families import PAGE, FamilyFigures, figures_in, figures_out, models_of
+
+
+def test_the_page_has_every_class_and_model_within_the_bounds() -> None:
+    lines = [line for line in PAGE.read_text().splitlines() if "ForCausalLM" in line]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [(kind.removesuffix("ForCausalLM"), way) for kind, way, *_ in cells] == list(models_of())
+    for (_, names), (_, _, models, logits, loss, argmax, equal) in zip(
+        models_of().items(), cells, strict=True
+    ):
+        assert models.split(", ") == names
+        assert float(logits) <= WITHIN and float(loss) <= WITHIN and argmax == "yes"
+        assert equal in ("yes", "all but deepseek_v3_halves")
+
+
+@pytest.mark.parametrize("figures", [figures_in, figures_out])
+def test_a_row_is_measured(figures: object, tmp_path: Path) -> None:
+    found = figures("qwen2", tmp_path)  # type: ignore[operator]
+    assert isinstance(found, FamilyFigures)
+    assert 0 < found.logits <= WITHIN and 0 < found.loss <= WITHIN and found.argmax and found.equal
