@@ -17,15 +17,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megacpp.data.conversations import is_conversation, messages_of
 from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files
 from megacpp.errors import DataError, did_you_mean
 
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
 TORCH_HEADERS = "torch-headers"
 FIELDS = ("text", "content")  # tried in this order if none is given
 MESSAGES = "messages"  # field of a conversation
+PAIR = ("prompt", "completion")  # fields of a short one
 PIECE_BYTES = 1 << 20
 LONGEST = 1 << 21  # bytes of a document: encoding takes some hundred bytes for each
 LINE_BYTES = 1 << 27  # of a JSON record
@@ -304,6 +308,9 @@ def _parquet(path: Path, field: str) -> Iterator[SourceDocument]:
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
+            if talks := _conversation_columns(names, field):
+                yield from _parquet_conversations(path, file, talks)
+                return
             field = _present(field, names, str(path), "column")
             share = path.stat().st_size / max(1, file.metadata.num_rows)
             done = 0
@@ -315,6 +322,30 @@ def _parquet(path: Path, field: str) -> Iterator[SourceDocument]:
     except arrow.ArrowException as error:
         first = str(error).splitlines()[0]
         raise DataError(f"{path}: corrupt parquet data ({first}). Fix: copy it again.") from None
+
+
+def _conversation_columns(names: Sequence[str], field: str) -> list[str]:
+    """Return the columns of conversations, by the rule of JSON records; none: rows are texts."""
+    columns: list[str] = [MESSAGES] if MESSAGES in names else [*PAIR]
+    wanted = field == MESSAGES or not (field or set(FIELDS) & set(names))
+    return columns if wanted and is_conversation(dict.fromkeys(names)) else []
+
+
+def _parquet_conversations(
+    path: Path, file: ParquetFile, columns: list[str]
+) -> Iterator[SourceDocument]:
+    share, done = path.stat().st_size / max(1, file.metadata.num_rows), 0
+    for batch in file.iter_batches(batch_size=256, columns=columns):
+        try:
+            records = batch.to_pylist()
+        except UnicodeDecodeError:
+            where = f"{path} rows {done} to {done + batch.num_rows - 1}"
+            raise DataError(f"{where}: a text isn't UTF-8. Fix: repair or drop it.") from None
+        for row, record in enumerate(records, start=done):
+            text = json.dumps(messages_of(record, f"{path} row {row}"), ensure_ascii=False)
+            read_bytes = int(share * (row + 1)) - int(share * row)
+            yield SourceDocument(text, read_bytes, True)
+        done += batch.num_rows
 
 
 def _cell(value: object, field: str, path: Path, row: int) -> str | None:

@@ -30,7 +30,7 @@ class CorpusSpec:
     )
     field: str = setting(
         "",
-        "Text of .jsonl and .parquet records (empty: text, content or, in .jsonl, messages).",
+        "Text of .jsonl and .parquet records (empty: text, content, or conversations).",
     )
     document_bytes: int = setting(
         0,
