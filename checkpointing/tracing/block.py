@@ -49,7 +49,7 @@ class BlockMeter(Meter):
         self._ledger = ledger
         self._input: Allocation | None = None  # the input's copy on the host
         self._places = {name: place for place, name in enumerate(parts)}
-        self._events_of_forward = 0
+        self._events_of_forward = self._events_of_inputs = 0
         self._added: dict[int, int] = {}  # event by which a gradient is its parameter's
         self._gradients: set[int] = set()
         self._shared: set[int] = set()  # made for all layers of the batch
@@ -69,6 +69,7 @@ class BlockMeter(Meter):
         parts: Callable[[Tensor], Tensor | LossSum],
         x_BTD: Tensor,
         autocast: AbstractContextManager[object],
+        split: bool = False,
     ) -> None:
         """Run forward and backward.
 
@@ -76,6 +77,7 @@ class BlockMeter(Meter):
             parts: runs the forward of all parts.
             x_BTD: input `[B, T, D]`, a leaf; without any gradient there is no backward.
             autocast: under which the forward runs.
+            split: walk for gradients of inputs, then of weights, as pipelines of torch do.
         """
         with autocast:
             out = parts(_Begin.apply(x_BTD))  # type: ignore[arg-type]
@@ -90,8 +92,20 @@ class BlockMeter(Meter):
             self._input = self._alive.get(id(copy.untyped_storage()))
         self._events_of_forward = len(self._events)
         del out  # the next block's, as far as this one doesn't keep it
-        if end.requires_grad:  # type: ignore[union-attr]
+        if split:
+            self._walk_twice(end, x_BTD)  # type: ignore[arg-type]
+        elif end.requires_grad:  # type: ignore[union-attr]
             end.backward()  # type: ignore[union-attr]
+
+    def _walk_twice(self, end: Tensor, x_BTD: Tensor) -> None:
+        from torch.distributed.pipelining import _backward
+
+        weights = [p for p in self.model.parameters() if p.requires_grad]
+        _, groups = _backward.stage_backward_input([end], None, [x_BTD], iter(weights))
+        self._events_of_inputs = len(self._events)
+        _backward.stage_backward_weight(iter(weights), groups)
+        for p in weights:
+            self._sum(p)
 
     def trace(self) -> BlockTrace:
         """Return the allocations and frees so far."""
@@ -111,17 +125,19 @@ class BlockMeter(Meter):
                 if id(alloc) in numbers:
                     events.append((numbers[id(alloc)] + 1) * (1 if change > 0 else -1))
             places.append(len(events))
-        forward = places[self._events_of_forward]
+        forward, weights = places[self._events_of_forward], places[self._events_of_inputs]
+        walks = [events[:forward], events[forward : weights or None], events[weights:]]
         return BlockTrace(
             tuple(alloc.bytes for alloc in allocations),
             tuple(
                 sys.intern(f"{x.path or (x.part and 'block')}: {x.operator}") for x in allocations
             ),
             "".join(map(self._role, allocations)),
-            (*_in_order(events[:forward]), *_in_order(events[forward:])),
+            tuple(event for walk in walks[: 3 if weights else 2] for event in _in_order(walk)),
             forward,
             {numbers[key]: places[at] for key, at in self._added.items() if key in numbers},
             tuple(dict(marks).items()),
+            weights=weights,
         )
 
     def _role(self, alloc: Allocation) -> Role:
@@ -136,7 +152,8 @@ class BlockMeter(Meter):
         return "w" if alloc.weight else "t"
 
     def _sum(self, p: nn.Parameter) -> None:
-        assert p.grad is not None
+        if p.grad is None:
+            return  # of a part that doesn't run
         alloc = self._alive.get(id(local_part(p.grad).untyped_storage()))
         if alloc is not None:
             self._gradients.add(id(alloc))

@@ -125,7 +125,7 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
             _upcast_replicated(model)
         own = nullcontext() if faked else meta_mode_left()
         with own, BlockMeter(model, names, ledger, None if faked else run_on_meta) as meter:
-            meter.run(forward, x_BTD, cast)
+            meter.run(forward, x_BTD, cast, request.split)
         return replace(meter.trace(), replayed=_replayed(model, names))
 
 

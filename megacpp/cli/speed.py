@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megacpp.cli.schedule import pipeline_actions
 from megacpp.config.arguments import parse_run
 from megacpp.config.environment import MOST_RANKS
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
-from megacpp.model.stages import BOTH_WAYS, as_scheduled, stage_parts, walks_once
 from megacpp.speed.against import MeasuredRun, compare
 from megacpp.speed.cost import Cost
 from megacpp.speed.hardware import GpuSpec, Rates, gpu, gpus
-from megacpp.speed.pipeline import KNOWN, from_torch
+from megacpp.speed.pipeline import KNOWN
 from megacpp.speed.step import MEASURED, NOT_MODELLED, StepTime, StepWork
 from megacpp.terminal.screen import labelled, table, wrapped
 
@@ -127,19 +127,8 @@ def work_of(config: Config, size: int, machine: GpuSpec, per_node: int = 8) -> S
     """
     from megacpp.speed.ours import step_work
 
-    actions = ()
-    scheduled = as_scheduled(config)
-    mesh, micro = scheduled.mesh, scheduled.train.grad_accum
-    if mesh.pp_schedule not in KNOWN and mesh.pp > 1:
-        from parallel.simulate.schedule import torch_order
-
-        parts = [part for rank in range(mesh.pp) for part in stage_parts(config.model, mesh, rank)]
-        whole = {part.index for part in parts if walks_once(config.model, mesh, part)}
-        if mesh.pp_schedule in BOTH_WAYS:  # its two halves do the same at the same time
-            order = torch_order("dualpipev", mesh.pp // 2, micro // 2)
-        else:
-            order = torch_order(mesh.pp_schedule, mesh.pp, micro)
-        actions = from_torch(order, whole)
+    mesh = config.mesh
+    actions = pipeline_actions(config) if mesh.pp > 1 and mesh.pp_schedule not in KNOWN else ()
     return step_work(config, size, machine.generation, per_node, actions)
 
 

@@ -51,6 +51,7 @@ class BlockRequest:
         apart: tokens are independent: only their number counts, in one row or in two.
         frozen: weights outside of indexers have no gradient (the warm-up of sparse attention).
         reached: the input of the first part has a gradient.
+        split: the backward is two walks, for gradients of inputs and then of weights.
     """
 
     config: Config
@@ -64,6 +65,7 @@ class BlockRequest:
     apart: bool = False
     frozen: bool = False
     reached: bool = True
+    split: bool = False
 
     def key(self) -> str:
         """Canonical text of the request."""
@@ -108,6 +110,7 @@ class BlockTrace:
         marks: (event, place of the part that runs from there on); place 0 before the first.
         replayed: FLOPs of products that the backward of a compiled block runs again; None: the
             recompute policy decides what runs again.
+        weights: number of the first event of the walk for weights; 0: there is one walk.
     """
 
     bytes: tuple[int, ...]
@@ -118,6 +121,7 @@ class BlockTrace:
     added: dict[int, int]
     marks: tuple[tuple[int, int], ...] = ()
     replayed: int | None = None
+    weights: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `from_dict` reads, for JSON."""
@@ -130,7 +134,7 @@ class BlockTrace:
         lists["names"] = tuple(map(sys.intern, content["names"]))  # few, each in many traces
         added = {int(number): at for number, at in content["added"].items()}
         marks = tuple((event, place) for event, place in content["marks"])
-        words = {name: content[name] for name in ("roles", "forward", "replayed")}
+        words = {name: content[name] for name in ("roles", "forward", "replayed", "weights")}
         return BlockTrace(**lists, **words, added=added, marks=marks)
 
     def like(self, other: BlockTrace) -> bool:
@@ -200,8 +204,22 @@ def kept(trace: BlockTrace, place: int = 0) -> Counter[str]:
     return found
 
 
+def left_between(trace: BlockTrace, place: int = 0) -> int:
+    """Return bytes that a part has alive between the two walks of its backward.
+
+    Its result, which the next block or the pipeline keeps, isn't counted.
+    """
+    alive = _alive(trace, trace.weights).items()
+    return sum(trace.bytes[n] for n, at in alive if at == place and trace.roles[n] not in "bhiow")
+
+
 def moments(
-    trace: BlockTrace, backward: bool, weights: bool, first: bool = False, place: int = 0
+    trace: BlockTrace,
+    backward: bool,
+    weights: bool,
+    first: bool = False,
+    place: int = 0,
+    walk: str = "",
 ) -> Iterator[PeakPoint]:
     """Yield moments of a part's forward or backward at which bytes stop growing.
 
@@ -214,7 +232,11 @@ def moments(
         first: for the layer that makes the tensors that all layers of a batch share; those that
             stay belong to the batch and aren't counted.
         place: of the part.
+        walk: of a split backward: `inputs` or `weights`.
     """
+    begin, end = trace.forward if backward else 0, len(trace.events)
+    begin = trace.weights if walk == "weights" else begin
+    end = trace.weights if walk == "inputs" else end if backward else trace.forward
     skipped = ("hi" if weights else "hiw") + ("" if first else "b")
     gradients, owner = 0, dict[int, int]()
     tensors = -sum(trace.bytes[n] for n in _stays(trace)) if first else 0
@@ -241,7 +263,7 @@ def moments(
             fresh = {n: b for n, b in fresh.items() if trace.added[n] > index and n != number}
         if own and sign > 0:
             fresh[number] = size
-        inside = (index >= trace.forward) == backward and running == place
+        inside = begin <= index < end and running == place
         if grew is not None and (sign < 0 or not inside):
             yield grew
             grew = None
@@ -260,10 +282,13 @@ def _placed(trace: BlockTrace) -> Iterator[tuple[int, int]]:
         yield event, running
 
 
-def _alive(trace: BlockTrace) -> dict[int, int]:
-    """Return the allocations alive when the forward has ended, with the place of their maker."""
+def _alive(trace: BlockTrace, until: int = 0) -> dict[int, int]:
+    """Return the allocations alive when the forward has ended, with the place of their maker.
+
+    Or before event `until`.
+    """
     found: dict[int, int] = {}
-    for event, running in islice(_placed(trace), trace.forward):
+    for event, running in islice(_placed(trace), until or trace.forward):
         if event > 0:
             found[event - 1] = running
         else:

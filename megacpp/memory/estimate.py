@@ -36,7 +36,7 @@ from megacpp.memory.forms.step import step_bytes
 from megacpp.memory.forms.units import stored_of
 from megacpp.model.count import count_parameters
 from megacpp.model.pattern import warms_up
-from megacpp.model.stages import LOOPED, SPLIT_BACKWARD, as_scheduled
+from megacpp.model.stages import as_scheduled
 
 Verdict = Literal["fits", "at_risk", "does_not_fit", "unknown"]
 NO_TENSOR = ("runtime_reserved", "allocator_overhead")
@@ -236,8 +236,6 @@ def assumptions(config: Config) -> tuple[str, ...]:
         grow = config.memory.expandable_segments
         kind = "expandable segments" if grow else "segments that don't grow"
         found.append(f"the allocator's share as in replays of steps, with {kind}")
-    if config.mesh.pp > 1 and config.mesh.pp_schedule in (*SPLIT_BACKWARD, *LOOPED):
-        found.append(f"{config.mesh.pp_schedule}: microbatches in flight as many as there can be")
     if config.precision.fp8 != "off":
         found.append("FP8: as without its hardware, where rounded operands are widened once more")
     if config.train.compile != "off":

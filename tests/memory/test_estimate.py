@@ -32,6 +32,7 @@ AROUND = "--model.top.loss 0.1 --model.ngram.heads 2 --model.ngram.table-size 10
 PIPELINE = [*HYBRID, *"--model.depth 10 --mesh.pp 2 --train.grad-accum 4".split()]
 ALL_KEPT = ["--recompute.eblock", "none", "--recompute.mblock", "none", "--recompute.no-norms"]
 
+LOOPED = "interleaved", "interleaved_zb", "zbv"  # and what stays between a backward's two walks
 CASES: dict[str, Any] = {  # ranks, flags, and the rank if it isn't the first
     "cpu": (1, ["tiny", "--model.depth", "5", "--model.pattern", "AEMRF", "--train.device", "cpu"]),
     "autocast, tied": (1, [*DENSE, "--model.vocab-size", "8192"]),
@@ -56,6 +57,8 @@ CASES: dict[str, Any] = {  # ranks, flags, and the rank if it isn't the first
     ),
     "first stage of two": (4, PIPELINE, 0),
     "last stage of two": (4, PIPELINE, 3),
+    **{f"{x}, the last rank": (4, [*PIPELINE, "--mesh.pp-schedule", x], 3) for x in LOOPED},
+    "both ways": (4, [*PIPELINE, "--mesh.pp-schedule", "dualpipe"], 0),
 }
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from megacpp.config.schema import Config
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parts import NO_FORM, OUTER, forms_of
 from megacpp.memory.forms.simulation import Layer
 from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts
-from megacpp.memory.forms.units import PartUnits, Unit
+from megacpp.memory.forms.units import TORCH, PartUnits, Unit
 from megacpp.model.regions import layer_regions
-from megacpp.model.stages import stage_parts
+from megacpp.model.stages import SPLIT_BACKWARD, stage_parts, walks_once
 
+WALKS_APART = (2, 13)  # torch from which on a backward is split: parallel/pipeline.py
 NO_UNIT = Unit(1, 0, 0, 0, 0, 0)
 NO_UNITS = PartUnits(NO_UNIT, NO_UNIT, NO_UNIT)
 
@@ -36,13 +38,15 @@ def layers_of(
     traced, layers_of_model = outer_parts(model), layer_parts(config)
     number = iter(stage_layers(own))
     named: list[list[tuple[str, int, TracedPart | None, bool]]] = []
-    for part in stages:
+    splits = stages_that_split(config, own.stage)
+    for part, split in zip(stages, splits, strict=True):
         to_make, stage = True, list[tuple[str, int, TracedPart | None, bool]]()
         for kind in part:
             at = -1 if kind in OUTER else next(number)
             makes = to_make and (masked(kind, own.warms_up) or kind == "mtp")
             to_make = to_make and not makes
-            stage.append((kind, at, traced.get(kind) if at < 0 else layers_of_model[at], makes))
+            runs = traced.get(kind) if at < 0 else replace(layers_of_model[at], split=split)
+            stage.append((kind, at, runs, makes))
         named.append(stage)
     asked = {(part, makes): 0 for stage in named for _, _, part, makes in stage if part is not None}
     forms = forms_of(own, tuple(asked))
@@ -91,6 +95,7 @@ def layers_of(
                     waits,
                     kind == "embed" and model.tie_embeddings and "head" in ends,
                     form.away + form.takes,
+                    *form.halves,
                 )
             )
         found.append(layers)
@@ -126,6 +131,21 @@ def stream_bytes(own: LocalShapes) -> int:
     """Return bytes of all streams of this rank, between two layers."""
     model = own.config.model
     return own.stream * model.mhc.streams * model.dim * own.compute
+
+
+def stages_that_split(config: Config, stage: int) -> list[bool]:
+    """Return, for each stage of a rank, whether its backward is two walks over its layers.
+
+    Args:
+        config: resolved.
+        stage: coordinate of the rank on `pp`.
+    """
+    model, mesh = config.model, config.mesh
+    if mesh.pp == 1:
+        return [False]
+    split = mesh.pp_schedule in SPLIT_BACKWARD and TORCH >= WALKS_APART
+    parts = stage_parts(model, mesh, stage)
+    return [split and not part.first and not walks_once(model, mesh, part) for part in parts]
 
 
 def masked(kind: str, warms_up: bool = False) -> bool:

@@ -24,7 +24,7 @@ from megacpp.config.schema import (
 from megacpp.memory.block_trace import HOST, INPUT
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.peak_point import PeakPoint
-from megacpp.memory.forms.traced import TracedPart, traced_kept, traced_moments
+from megacpp.memory.forms.traced import TracedPart, traced_halves, traced_kept, traced_moments
 from megacpp.memory.forms.weights import COPY
 from megacpp.model.pattern import ENTRANCE, EXIT
 
@@ -43,6 +43,7 @@ class Form:
         copies: bytes of copies of weights, for one product.
         away: bytes that wait on the host.
         takes: bytes of the residual stream in front, if they wait on the host too.
+        halves: fullest moments of the two walks of a split backward, and bytes between them.
     """
 
     forward: tuple[PeakPoint, ...]
@@ -51,6 +52,7 @@ class Form:
     copies: int
     away: int = 0
     takes: int = 0
+    halves: tuple[tuple[PeakPoint, ...], tuple[PeakPoint, ...], int] = ((), (), 0)
 
 
 NO_FORM = Form((), (), (0, 0, 0), 0)  # of an embedding that another part calls
@@ -104,4 +106,6 @@ def _form(own: LocalShapes, part: TracedPart, first: bool) -> Form:
     forward = traced_moments(own, part, backward=False)
     if first:
         forward += traced_moments(own, part, backward=False, first=True)
-    return Form(forward, traced_moments(own, part, backward=True), kept, copies, away, takes)
+    backward = traced_moments(own, part, backward=True)
+    halves = traced_halves(own, part) if part.split else ((), (), 0)
+    return Form(forward, backward, kept, copies, away, takes, halves)

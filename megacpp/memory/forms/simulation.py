@@ -42,6 +42,8 @@ class Layer:
             until the end of the backward.
         tied: an embedding whose unit is the head's too, and whole until the loss.
         away: bytes that wait on the host.
+        inputs, weights: fullest moments of a backward's two walks, if it is split.
+        between: bytes that the first of them leaves for the second, beside what is saved.
     """
 
     name: str
@@ -56,6 +58,9 @@ class Layer:
     waits: int = 0
     tied: bool = False
     away: int = 0
+    inputs: tuple[PeakPoint, ...] = ()
+    weights: tuple[PeakPoint, ...] = ()
+    between: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +168,11 @@ class StepSimulation:
         self.gathered += times * layer.copies
         self.away += times * layer.away
 
+    def keep_halves(self, layer: Layer, times: int = 1) -> None:
+        """Count `times` more what a layer's walk for inputs leaves beside its saved tensors."""
+        a, b, c = self.kept
+        self.kept = a + times * layer.between, b, c
+
     def left(self, layers: Sequence[Layer], root: Unit, sync: str) -> None:
         """Start with the gradients of earlier microbatches: whole ones, or shards and a buffer."""
         size, store = self.policy.compute, self.policy.store
@@ -266,6 +276,44 @@ class StepSimulation:
         self.flat = ahead
         if not carried and not again:
             self.whole += units.wide.whole * self.policy.store
+
+    def backward_inputs(self, layer: Layer, wide: bool, narrow: bool) -> None:
+        """Simulate one layer's walk for the gradients of inputs, which frees nothing.
+
+        Behind it FSDP2 adds the gradients that the last walk for weights left to earlier ones.
+
+        Args:
+            layer: the part that runs.
+            wide: earlier microbatches left gradients in the dtype of the reduction.
+            narrow: the last one left gradients in the dtype of the computation.
+        """
+        name, policy = f"backward of {layer.name}", self.policy
+        self.keep(layer, -1)
+        for m in layer.inputs:
+            self.see(name, m.tensors)
+        self.keep(layer)
+        self.keep_halves(layer)
+        for unit in (layer.units.experts, layer.units.block) if narrow else ():
+            if not wide:
+                self.whole += unit.moved * policy.store
+                self.see(name, layer.stream)
+            self.whole -= unit.moved * policy.compute
+
+    def backward_weights(self, layer: Layer, narrow: bool) -> None:
+        """Simulate one layer's walk for the gradients of weights.
+
+        Args:
+            layer: the part that runs.
+            narrow: the last walk left gradients, to which these are added in place.
+        """
+        name = f"backward of {layer.name}"
+        self.keep(layer, -1)
+        self.keep_halves(layer, -1)
+        for m in layer.weights:
+            self.see(name, m.tensors, m.gradients)
+        if not narrow:
+            moved = layer.units.experts.moved + layer.units.block.moved
+            self.whole += moved * self.policy.compute
 
     def finishes_late(self, layer: Layer) -> bool:
         """Return whether gradients are reduced only at the end: the input has no gradient."""

@@ -29,11 +29,14 @@ from megacpp.config.schema import (
 from megacpp.memory import trace_cache
 from megacpp.memory.block_trace import (
     DOCUMENT,
+    HOST,
+    INPUT,
     BlockRequest,
     BlockTrace,
     affine_weights,
     combined,
     kept,
+    left_between,
     moments,
 )
 from megacpp.memory.forms.local_shapes import LocalShapes
@@ -56,6 +59,7 @@ class TracedPart:
         last: it is the model's last layer, which recomputes nothing.
         grouped: the streams of the chain are recomputed together.
         reached: its input has a gradient; in the warm-up of sparse attention, behind an indexer.
+        split: its backward may be two walks, for gradients of inputs and of weights.
     """
 
     chain: tuple[str, ...]
@@ -63,6 +67,7 @@ class TracedPart:
     last: bool = False
     grouped: bool = False
     reached: bool = True
+    split: bool = False
 
     @property
     def kind(self) -> str:
@@ -287,6 +292,27 @@ def traced_moments(
         table = model.vocab_size // own.tp * model.dim * (own.compute if own.parallel else own.wide)
         found += (PeakPoint("tied gradients", table, table),)
     return found
+
+
+@lru_cache(maxsize=1024)
+def traced_halves(
+    own: LocalShapes, part: TracedPart
+) -> tuple[tuple[PeakPoint, ...], tuple[PeakPoint, ...], int]:
+    """Return the fullest moment of each walk of a part's backward, and bytes between them.
+
+    Of the bytes between the walks, those that the forward saved aren't counted.
+    """
+    request = replace(request_of(own, part), split=True)
+    trace, at = trace_of(request), part.place
+    walks = [
+        [*moments(trace, True, request.sharded, place=at, walk=walk)]
+        for walk in ("inputs", "weights")
+    ]
+    groups = kept(trace, at)
+    result = groups.pop("residual", 0)  # saved until the end: no walk of the next part frees it
+    saved = sum(n for name, n in groups.items() if name not in (HOST, INPUT, "weights"))
+    fullest = [max(walk, key=lambda m: m.bytes).more(result) for walk in walks if walk]
+    return tuple(fullest[:1]), tuple(fullest[1:]), left_between(trace, at) - saved
 
 
 @lru_cache(maxsize=1024)
