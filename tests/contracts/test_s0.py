@@ -13,6 +13,7 @@ from bench import fused
 from checkpointing.apply import ActivationCheckpointing
 from checkpointing.recompute import BlockRecompute
 from megacpp.config.arguments import parse_run
+from megacpp.config.checks.fp8 import fp8_rules
 from megacpp.config.presets import PER_BLOCK, PRESETS
 from megacpp.config.schema import (
     KEEP,
@@ -34,7 +35,7 @@ from megacpp.speed.ours import step_work
 from parallel.build import build_model
 from parallel.mesh import World
 from tests.checkpointing import test_apply
-from tests.checkpointing.fp8_cases import broken_keys, te_config
+from tests.checkpointing.fp8_cases import broken_keys, changed, config_with, te_config
 from tests.memory import test_activations
 from tests.parallel.parity import Run, check, models, traces_of
 
@@ -229,3 +230,12 @@ def test_s0_g_fused_operations_are_kernels_by_name() -> None:
         for fusion in found:
             assert fusion.row(run, how) in chapter
             assert 0 < fusion.of_time < 0.015 and fusion.bytes < 0.04 * fusion.of_bytes
+
+
+def test_s0_h_transformer_engine_is_refused_in_a_pipeline_with_its_reason() -> None:
+    """We differ: one line says why; torchao's FP8 layers run in a pipeline."""
+    broken = map(str, fp8_rules(changed(te_config(), mesh={"pp": 2})))
+    (found,) = (line for line in broken if line.startswith("mesh."))
+    assert found.startswith("mesh.pp=2: Transformer Engine's context and recomputation are")
+    assert "--precision.fp8 torchao" in found and "\n" not in found
+    assert "mesh.pp" not in broken_keys(changed(config_with(), mesh={"pp": 2}))

@@ -15,10 +15,12 @@ from megacpp.config.schema import KEEP
 from megacpp.errors import ConfigError
 from megacpp.memory.estimate import estimate, estimate_memory
 from megacpp.model.documents import Documents
+from tests.checkpointing import test_compile_estimate
 from tests.memory import (
     test_calibration,
     test_entries,
     test_generation,
+    test_offload,
     test_parameters,
     test_planner,
     test_reference,
@@ -91,12 +93,21 @@ def test_s3_6_the_worked_example_has_capacity_factor_1_25() -> None:
         assert (moe.num_experts, moe.top_k, moe.capacity_factor) == (64, 6, 1.25)
 
 
-def test_s3_7_every_feature_has_an_estimator_entry() -> None:
-    """Compile, offload, compress and warm-up are counted, and a new setting must be."""
+def test_s3_7_every_feature_has_an_estimator_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile, offload, compress and warm-up are counted, and a new setting must be.
+
+    What a compiled layer's graph saves is what inductor's kernels leave, and the peaks of steps
+    with compiled blocks, offload and a warm-up are those of traced steps.
+    """
     for name in ("train.compile", "recompute.offload", "recompute.compress", f"{SPARSE}.stage"):
         test_entries.test_a_setting_changes_the_estimate(name)
     test_entries.test_no_setting_is_without_an_entry()
     test_entries.test_a_new_setting_needs_an_entry()
+    torch._dynamo.reset()  # graphs of other tests are none of this one's
+    test_compile_estimate.test_the_graphs_of_inductor_save_what_its_kernels_leave()
+    test_compile_estimate.test_an_estimate_of_compiled_blocks_is_the_peak_of_a_traced_step(1, "")
+    test_compile_estimate.test_the_warm_up_is_the_peak_of_a_traced_step(1, "")
+    test_offload.test_the_peak_of_a_step("saved_tensors", 1, monkeypatch)
 
 
 def test_s3_8_snapshots_are_a_thousand_steps_apart(tmp_path: Path) -> None:
