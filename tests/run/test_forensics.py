@@ -308,6 +308,16 @@ def test_what_the_allocator_of_a_gpu_says(monkeypatch: pytest.MonkeyPatch) -> No
     assert allocator_state(CPU, resting=30) == {}
 
 
+def test_an_error_is_blamed_on_no_bucket_that_rests(tmp_path: Path) -> None:
+    """Weights and optimizer state are there before a step: what grew in it is smaller here."""
+    watch = FakeWatch(parameters=100 * MIB, optimizer_state=90 * MIB, workspace=2 * MIB)
+    run = watched(tmp_path, watch, snapshot_every=5)
+    run.begin(4)
+    run.at_error()
+    error = json.loads((tmp_path / "memory/summary-rank-0.json").read_text())["error"]
+    assert (error["largest_bucket"], error["largest_bucket_bytes"]) == ("workspace", 2 * MIB)
+
+
 def test_an_error_on_a_gpu_leaves_the_allocators_own_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
