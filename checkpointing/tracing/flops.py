@@ -29,7 +29,7 @@ def _for_all_heads(q: Any, k: Any, v: Any) -> Iterator[Sequence[int]]:
 
 
 def _added_product_flops(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    """FLOPs of `total += left @ right` in place, of matrices or of batches of them."""
+    """FLOPs of `total + left @ right`, of matrices or of batches of them."""
     return 2 * left.numel() * right.shape[-1]
 
 
@@ -40,8 +40,10 @@ _ATTENTION = (
     "efficient_attention",
     "cudnn_attention",
 )
-# That torch.utils.flop_counter lacks, or has for as many heads of keys as of queries.
+# That torch.utils.flop_counter lacks, has for as many heads of keys as of queries, or (addmm, 2.13)
+# can't use for sums of another dtype.
 OWN_FORMULAS: dict[Any, Callable[..., int]] = {
+    _aten.addmm: _added_product_flops,
     _aten.addmm_: _added_product_flops,
     _aten.baddbmm_: _added_product_flops,
     **{getattr(_aten, f"_scaled_dot_product_{name}"): _attention_flops for name in _ATTENTION},

@@ -118,7 +118,7 @@ def token_order_loss(
     """
     device = x_ND.device.type
     x_ND = x_ND.to(autocast_dtype(x_ND) or x_ND.dtype)
-    rows = chunk or chunk_rows(x_ND, weight_VD)
+    rows = chunk or chunk_rows(x_ND, weight_VD, backend)
     go_over = list_function(backend)
     grad = torch.is_grad_enabled()  # inside the function it is always off
     with torch.autocast(device, enabled=False):

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megacpp.kernels.m2rnn import triton_launch
 from megacpp.kernels.m2rnn.reference import (
     StateClip,
     m2rnn_carried,
@@ -137,6 +138,18 @@ def test_is_the_definition(packed: bool, clip: str) -> None:
         docs = documents(packed)
         leaves = leaves_of(heads, docs)[: 6 if initial else 5]
         against_the_definition(leaves, docs, CLIPS[clip], chunk_size=4)
+
+
+@pytest.mark.parametrize("keep_states", [False, True])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
+def test_blocks_of_rows_and_several_launches_change_nothing(
+    packed: bool, keep_states: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K of two programs, a launch for each chunk: documents go on over the cut."""
+    monkeypatch.setattr(triton_launch, "SPAN_BYTES", 1)
+    docs = documents(packed)
+    leaves = leaves_of(FEW[1], docs, (9, 20, 3))
+    against_the_definition(leaves, docs, CLIPS["total"], chunk_size=4, keep_states=keep_states)
 
 
 def test_is_the_definition_in_bf16() -> None:

@@ -22,7 +22,8 @@ from megacpp.kernels.autocast import autocast_dtype
 
 IGNORED = -100
 FEWEST_ROWS = 128  # below, the products of a chunk are too thin to run at full speed
-PRODUCT_BYTES = 2**26  # of the weight's gradient, of which a GPU makes so much at a time
+GPU_ROWS = 4096  # then reading and writing dW costs 5 % of a chunk's three products on an H200
+GPU_CHUNK_BYTES = 2**29  # that the widest copy of a chunk's logits may have on a GPU
 
 
 class CrossEntropy(NamedTuple):
@@ -85,7 +86,7 @@ def linear_cross_entropy(
         return linear_cross_entropy_plain(x_ND, weight_VD, target_N, softcap, z_loss, weight_N)
     device = x_ND.device.type
     x_ND = x_ND.to(autocast_dtype(x_ND) or x_ND.dtype)
-    rows = chunk or chunk_rows(x_ND, weight_VD)
+    rows = chunk or chunk_rows(x_ND, weight_VD, backend)
     terms = Terms(softcap, z_loss, shard)
     go_over = chunk_function(backend)
     grad = torch.is_grad_enabled()  # inside the function it is always off
@@ -124,13 +125,24 @@ def linear_cross_entropy_plain(
     return CrossEntropy(loss_sum, valid_N.sum(), nll_N.sum(), lse_N.detach(), nll_N)
 
 
-def chunk_rows(x_ND: Tensor, weight_VD: Tensor) -> int:
+def chunk_rows(x_ND: Tensor, weight_VD: Tensor, backend: str = "torch") -> int:
     """Tokens of a chunk such that its logits hold about as many numbers as `x_ND`.
 
     The power of two at or above N D / V, so that memory doesn't grow with V, but at least 128: on a
     CPU, 64 rows cost 1.3 times the time of 128 and more than 256 gain 5 % at most (D 256, V 4096).
+    On a GPU at least `GPU_ROWS`, or as many as `GPU_CHUNK_BYTES` allow: each chunk reads the weight
+    twice, and reads and writes its gradient.
+
+    Args:
+        x_ND: hidden states.
+        weight_VD: words.
+        backend: as in `linear_cross_entropy`; torch makes logits of at least fp32, Triton doesn't.
     """
     wanted = max(FEWEST_ROWS, -(-x_ND.numel() // len(weight_VD)))
+    if x_ND.is_cuda:
+        dtype = x_ND.dtype if backend == "triton" else _wide_dtype(x_ND.dtype)
+        most = max(1, GPU_CHUNK_BYTES // (len(weight_VD) * dtype.itemsize))
+        wanted = max(wanted, min(GPU_ROWS, 1 << (most.bit_length() - 1)))
     return min(max(1, len(x_ND)), 1 << (wanted - 1).bit_length())
 
 
@@ -185,7 +197,12 @@ def vocab_shard_statistics(
     for x_nD, index_n, here_n in zip(*chunks, strict=True):
         logits_nv = soft_cap(_wide(x_nD @ weight_vD.T), softcap)
         parts.append(_exponentiate(logits_nv, index_n, here_n))
-    return ShardStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return join_chunks(parts)
+
+
+def join_chunks(chunks: Sequence[ShardStatistics]) -> ShardStatistics:
+    """Return statistics of all tokens from those of at least one chunk, in their order."""
+    return ShardStatistics(*(torch.cat(column) for column in zip(*chunks, strict=True)))
 
 
 def merge_statistics(shards: Sequence[ShardStatistics]) -> ShardStatistics:
@@ -255,20 +272,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         want_x, want_weight = (grad and needed for needed in ctx.needs_input_grad[:2])  # type: ignore[attr-defined]
         w_VD = weight_VD.to(x_ND.dtype)
-        valid_N = target_N != IGNORED
-        nll_N = torch.empty_like(valid_N, dtype=_wide_dtype(x_ND.dtype))
-        lse_N = torch.empty_like(nll_N)
         dx_ND = torch.empty_like(x_ND) if want_x else None
-        dw_VD = torch.empty_like(w_VD, dtype=nll_N.dtype) if want_weight else None
-        if dw_VD is not None and not len(x_ND):
-            dw_VD.zero_()  # no first chunk will set it
-        for start in range(0, len(x_ND), rows):
+        dw_VD = torch.empty_like(w_VD, dtype=_wide_dtype(x_ND.dtype)) if want_weight else None
+        chunks = []
+        for start in range(0, max(1, len(x_ND)), rows):  # an empty one sets dW where no token is
             part = slice(start, start + rows)
             weight_n = None if weight_N is None else weight_N[part]
             x_nD, want = x_ND[part], want_x or want_weight
             found, g_nV = go_over(x_nD, w_VD, target_N[part], weight_n, terms, want)
-            lse_N[part] = lse_n = found.lse_N
-            nll_N[part] = torch.where(valid_N[part], lse_n - found.correct_N, 0)
+            chunks.append(found)
             if g_nV is not None:
                 if dx_ND is not None:
                     torch.mm(g_nV, w_VD, out=dx_ND[part])
@@ -277,6 +289,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del g_nV  # before the next chunk is made: one at a time
         dw_VD = None if dw_VD is None else dw_VD.to(weight_VD.dtype)
         ctx.save_for_backward(dx_ND, dw_VD)  # type: ignore[arg-type]
+        joined = join_chunks(chunks)
+        valid_N, lse_N = target_N != IGNORED, joined.lse_N
+        nll_N = torch.where(valid_N, lse_N - joined.correct_N, 0)
         nll_sum = nll_N.sum()
         # an output of its own for autograd
         loss_sum = nll_sum.clone() if weight_N is None else (nll_N * weight_N).sum()
@@ -359,8 +374,7 @@ def _logit_gradient(
 def accumulate(dw_VD: Tensor, g_nV: Tensor, x_nD: Tensor, first: bool) -> None:
     """Add g^T x to dw (set it at first) without rounding the product to a narrow type.
 
-    On a GPU by `PRODUCT_BYTES` of words at a time: a wide product of narrow matrices is a tensor of
-    its own, and that of all words would be a second gradient.
+    A GPU adds inside the product, which takes narrow matrices and a wide sum.
 
     Args:
         dw_VD: gradient of the words, `[V, D]`.
@@ -368,15 +382,11 @@ def accumulate(dw_VD: Tensor, g_nV: Tensor, x_nD: Tensor, first: bool) -> None:
         x_nD: hidden states, `[n, D]`.
         first: overwrite dw.
     """
+    beta = 0 if first else 1
     if g_nV.is_cuda and g_nV.dtype != dw_VD.dtype:
-        words = max(1, PRODUCT_BYTES // (dw_VD.shape[1] * dw_VD.itemsize))
-        for some_vD, g_nv in zip(dw_VD.split(words), g_nV.split(words, 1), strict=True):
-            product_vD = torch.mm(g_nv.T, x_nD, out_dtype=dw_VD.dtype)
-            some_vD.copy_(product_vD) if first else some_vD.add_(product_vD)
-            del product_vD  # before the next is made
+        torch.addmm(dw_VD, g_nV.T, x_nD, beta=beta, out_dtype=dw_VD.dtype, out=dw_VD)
         return
-    g_nV, x_nD = g_nV.to(dw_VD.dtype), x_nD.to(dw_VD.dtype)
-    dw_VD.addmm_(g_nV.T, x_nD, beta=0 if first else 1)
+    dw_VD.addmm_(g_nV.to(dw_VD.dtype).T, x_nD.to(dw_VD.dtype), beta=beta)
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:

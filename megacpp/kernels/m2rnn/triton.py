@@ -1,14 +1,12 @@
-"""M2RNN in Triton: the recurrence of chunks.py, a state in the registers of a program.
+"""M2RNN in Triton: the recurrence of chunks.py, a state in the registers of a few warps.
 
-Forward is one launch: a program per row and head takes its tokens one after another and stores the
-state where chunks start. Backward goes from the last chunk to the first: `run` computes the chunk's
-states again, `state_gradients` takes dL/dh back through its tokens, `gradients` and one batched
-product do the rest, which needs no order (megacpp/kernels/m2rnn/triton_kernels.py). No atomics:
-results repeat exactly.
+Forward is one launch for as many tokens as `SPAN_BYTES` of partial sums allow, and so is backward,
+from the last tokens to the first (megacpp/kernels/m2rnn/triton_kernels.py). No atomics: results
+repeat exactly.
 
-Beside what it returns, forward holds one state per row and head; backward `3 C N B K V` numbers in
-fp32 (of one chunk the states in front of tokens, tanh and dL/dh), and for inputs that heads share
-`C N B` vectors of each.
+Beside what it returns, a launch has sums over the rows of a state in parts of 16 rows, and
+gradients of inputs that heads share for each head, in fp32: outputs in forward, dq, dk, dv and df
+in backward. Backward also holds the states and tanh of one chunk, `2 C N B K V` numbers.
 
 Legend: B rows, T tokens of a row, N heads, K key, V value, C tokens of a chunk, X chunks of a row,
 S sequences (megacpp/kernels/restarts.py).
@@ -25,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.m2rnn.chunks import ChunkPlan, no_autocast
-from megacpp.kernels.m2rnn.triton_launch import Launch, Span
+from megacpp.kernels.m2rnn.triton_launch import Launch
 
 CLIPS = {None: 0, "carried": 1, "total": 2}  # the kernels' names of them
 
@@ -165,27 +163,30 @@ def forward(
         by_row: one initial and final state per row.
         keep_states: return states and tanh of every token.
     """
-    launch = Launch(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV, starts_BT, index_BT, num_heads)
     rows = None if by_row else index_BT
+    inside = None if rows is None else initial_SNKV
+    inputs = q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV
+    launch = Launch(*inputs, starts_BT, index_BT, inside, num_heads, chunk_size)
     results = _results(k_BTNK, v_BTNV, num_heads, chunk_size, finals, keep_states)
     y_BTNV, final_SNKV, *kept = results
     if initial_SNKV is None:
         shape = len(v_BTNV), num_heads, k_BTNK.shape[-1], v_BTNV.shape[-1]
-        entering_BNKV = v_BTNV.new_zeros(shape, dtype=torch.float32)
+        h_BNKV = v_BTNV.new_zeros(shape, dtype=torch.float32)
     else:
-        entering_BNKV = initial_SNKV if rows is None else initial_SNKV[rows[:, 0]]
-    T = v_BTNV.shape[1]
-    launch.run(
-        Span(0, T, 0, T),
-        entering_BNKV,
-        None if rows is None else initial_SNKV,
-        chunk_size,
-        y_BTNV,
-        None if keep_states else kept[0],
-        final_SNKV if finals else None,
-        rows is None,
-        kept if keep_states else (),
-    )
+        h_BNKV = initial_SNKV.clone() if rows is None else initial_SNKV[rows[:, 0]]
+    fronts, states = (None, kept) if keep_states else (kept[0], ())
+    final = final_SNKV if finals and rows is not None else None
+    P = launch.blocks
+    for span in launch.spans(0 if P == 1 else 4 * P * y_BTNV[:, 0].numel()):
+        y_BUNV = y_BTNV[:, span]
+        y_PBUNV = y_BUNV[None]
+        if P > 1:
+            y_PBUNV = y_BUNV.new_empty(P, *y_BUNV.shape, dtype=torch.float32)
+        launch.run(span, h_BNKV, y_PBUNV, fronts, final, states)
+        if P > 1:
+            y_BUNV.copy_(y_PBUNV.sum(0))
+    if finals and rows is None:
+        final_SNKV.copy_(h_BNKV)
     return results
 
 
@@ -244,42 +245,38 @@ def backward(
         kept: what forward made for it: states at chunk starts, or all states and tanh.
         clip: one of `CLIPS`, with its `bound`.
     """
-    inputs = q_BTNK, k_BTNK, v_BTNV, f_BTN
-    launch = Launch(*inputs, w_NVV, starts_BT, index_BT, num_heads)
-    (B, T, _, V), K, N = v_BTNV.shape, k_BTNK.shape[-1], num_heads
-    C, rows = min(chunk_size, T), None if by_row else index_BT
-    grads = [x.new_empty(x.shape) for x in inputs]
-    dw_NVV = w_NVV.new_zeros(N, V, V, dtype=torch.float32)
-    dh_BNKV = _behind_the_rows(dfinal_SNKV, rows, dw_NVV.new_zeros(B, N, K, V))
+    inputs, rows = (q_BTNK, k_BTNK, v_BTNV, f_BTN), None if by_row else index_BT
+    inside = (None, None, None)
     dinitial_SNKV = None if initial_SNKV is None else torch.zeros_like(initial_SNKV)
-    inside = (None, None) if rows is None else (dinitial_SNKV, dfinal_SNKV)
-    g_NCBKV, *again = dw_NVV.new_empty(3 if len(kept) == 1 else 1, N, C, B, K, V).unbind(0)
-    # Of inputs that heads share a gradient per head, of one chunk.
-    wide = [None if x.shape[2] == N else dw_NVV.new_empty(B, C, N, *x.shape[3:]) for x in inputs]
-    for first in reversed(range(0, T, C)):
-        count = min(C, T - first)
-        if again:
-            span, (before_NCBKV, z_NCBKV) = Span(first, count, 0, C), again
-            initial = None if rows is None else initial_SNKV
-            launch.run(span, kept[0][first // C], initial, kept=again)
-        else:
-            span, (before_NCBKV, z_NCBKV) = Span(first, count, first, T), kept
-        launch.state_gradients(span, dy_BTNV, z_NCBKV, g_NCBKV, dh_BNKV, *inside, clip, bound)
-        chunks = [dx[:, first : first + count] for dx in grads]
-        parts = [dx if heads is None else heads for dx, heads in zip(chunks, wide, strict=True)]
-        launch.gradients(span, dy_BTNV, before_NCBKV, z_NCBKV, g_NCBKV, parts)
-        for dx, heads in zip(chunks, wide, strict=True):
-            if heads is not None:
-                dx.copy_(heads[:, :count].unflatten(2, (dx.shape[2], -1)).sum(3))
-        before_NCBKV = before_NCBKV[:, span.place : span.place + count]
-        dw_NVV.baddbmm_(before_NCBKV.flatten(1, 3).mT, g_NCBKV[:, :count].flatten(1, 3))
+    if rows is not None:
+        inside = initial_SNKV, dinitial_SNKV, dfinal_SNKV
+    launch = Launch(*inputs, w_NVV, starts_BT, index_BT, inside[0], num_heads, chunk_size)
+    (B, T, _, V), K, N, P = v_BTNV.shape, k_BTNK.shape[-1], num_heads, launch.blocks
+    wide = w_NVV.new_empty(0, dtype=torch.float32)
+    dw_PBNVV = wide.new_zeros(P, B, N, V, V)
+    dh_BNKV = _behind_the_rows(dfinal_SNKV, rows, wide.new_zeros(B, N, K, V))
+    again = len(kept) == 1
+    fronts = kept[0] if again else None
+    states = wide.new_empty(2, N, min(chunk_size, T), B, K, V).unbind(0) if again else kept
+    grads = [wide.new_empty(x.shape) for x in inputs]
+    for span in reversed(launch.spans(4 * B * N * (2 * K + P * V + P))):
+        U = span.stop - span.start
+        shapes = (1, B, U, N, K), (1, B, U, N, K), (P, B, U, N, V), (P, B, U, N)
+        parts = [wide.new_empty(shape) for shape in shapes]
+        sums = parts, dw_PBNVV
+        launch.backward(span, dy_BTNV, fronts, states, dh_BNKV, *inside[1:], *sums, clip, bound)
+        for dx, part in zip(grads, parts, strict=True):
+            # Over blocks of rows, and heads that share an input.
+            torch.sum(part.unflatten(3, (dx.shape[2], -1)), (0, 4), out=dx[:, span])
+        del parts, part  # before the next are made
     if dinitial_SNKV is None:
-        dinitial_SNKV = dw_NVV.new_empty(0)
+        dinitial_SNKV = dw_PBNVV.new_empty(0)
     elif rows is None:
         dinitial_SNKV = dh_BNKV
     else:
         dinitial_SNKV.index_copy_(0, rows[:, 0], dh_BNKV)
-    dw_NVV = dw_NVV.unflatten(0, (len(w_NVV), -1)).sum(1).to(w_NVV.dtype)
+    dw_NVV = dw_PBNVV.unflatten(2, (len(w_NVV), -1)).sum((0, 1, 3)).to(w_NVV.dtype)
+    grads = [dx.to(x.dtype) for dx, x in zip(grads, inputs, strict=True)]
     return [*grads, dw_NVV, dinitial_SNKV]
 
 

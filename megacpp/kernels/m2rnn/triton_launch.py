@@ -1,6 +1,7 @@
 """Launches of the M2RNN kernels: tensors to pointers, strides and sizes.
 
-Legend: B rows, T tokens of a row, N heads, K key, V value, C tokens of a chunk, S sequences.
+Legend: B rows, T tokens of a row, N heads, K key, V value, X chunks of a row, U tokens of a
+launch, S sequences, P blocks of 16 rows of a state.
 """
 
 from __future__ import annotations
@@ -12,36 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BY_ROW, BY_SEQUENCE = 1, 2  # final states, as the kernel calls them
-# Of a padded state of K = 64, V = 16 each of 128 threads holds 8 numbers.
-NUMBERS_PER_WARP = 256
-MOST_WARPS = 8
+SPAN_BYTES = 2**26  # that the parts of sums of one launch may have
+ROWS = 16  # of a state in a program, which is one warp: tl.dot takes no fewer
 
 
 def padded(size: int) -> int:
-    """Return the power of two, at least 16, that a key or value dim takes in a program."""
+    """Return the power of two, at least 16, that a value dim takes in a program."""
     return max(16, 1 << (size - 1).bit_length())
-
-
-def num_warps(key_dim: int, value_dim: int) -> int:
-    """Return the warps of a program."""
-    return min(MOST_WARPS, max(1, padded(key_dim) * padded(value_dim) // NUMBERS_PER_WARP))
-
-
-@dataclass(frozen=True)
-class Span:
-    """Tokens of one launch, and the place of their states in a buffer.
-
-    Attributes:
-        first, count: tokens of the row.
-        place: of the first token in the buffer.
-        capacity: tokens of the buffer.
-    """
-
-    first: int
-    count: int
-    place: int
-    capacity: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,132 +33,107 @@ class Launch:
     w_NVV: Tensor
     starts_BT: Tensor | None
     index_BT: Tensor | None
+    initial_SNKV: Tensor | None  # in front of sequences inside of rows; None: zeros
     num_heads: int
+    chunk_size: int
+
+    def spans(self, token_bytes: int) -> list[slice]:
+        """Return the tokens of each launch: whole chunks, at most `SPAN_BYTES` or one chunk.
+
+        Args:
+            token_bytes: memory that a launch needs for one token of all rows; 0: none.
+        """
+        T, size = self.num_tokens, self.chunk_size
+        size *= max(1, SPAN_BYTES // (token_bytes * size)) if token_bytes else -(-T // size)
+        return [slice(first, min(first + size, T)) for first in range(0, T, size)]
 
     def run(
         self,
-        span: Span,
-        entering_BNKV: Tensor,
-        initial_SNKV: Tensor | None,
-        chunk_size: int = 1,
-        y_BTNV: Tensor | None = None,
-        fronts_XBNKV: Tensor | None = None,
-        final_SNKV: Tensor | None = None,
-        by_row: bool = False,
-        kept: Sequence[Tensor] = (),
+        span: slice,
+        h_BNKV: Tensor,
+        y_PBUNV: Tensor,
+        fronts_XBNKV: Tensor | None,
+        final_SNKV: Tensor | None,
+        kept: Sequence[Tensor],
     ) -> None:
-        """Launch the forward of some tokens; outputs that are None aren't written.
+        """Launch the forward of some tokens; what is None or empty isn't written.
 
         Args:
             span: the tokens.
-            entering_BNKV: states in front of them.
-            initial_SNKV: states in front of sequences; None: zeros.
-            chunk_size: tokens of a chunk.
-            y_BTNV: outputs.
+            h_BNKV: states in front of them; overwritten by those behind them.
+            y_PBUNV: outputs of blocks of rows; written.
             fronts_XBNKV: states at chunk starts.
-            final_SNKV: final states.
-            by_row: one final state per row.
-            kept: states in front of tokens, and tanh.
+            final_SNKV: final states of sequences.
+            kept: states in front of tokens, and tanh, `[N, T, B, K, V]`.
         """
         from megacpp.kernels.m2rnn.triton_kernels import run_kernel
 
-        q, k, v, f, w = self.q_BTNK, self.k_BTNK, self.v_BTNV, self.f_BTN, self.w_NVV
-        packed, final = self.starts_BT is not None, 0
-        if final_SNKV is not None:
-            final = BY_SEQUENCE if packed and not by_row else BY_ROW
+        q, k, v, f = self.q_BTNK, self.k_BTNK, self.v_BTNV, self.f_BTN
         before, z = kept or (None, None)
-        some = entering_BNKV  # a pointer where none is read
         self._start(
             run_kernel,
-            (self.num_heads, self.num_rows),
-            *(q, k, v, f, w, entering_BNKV),
-            *(_given(x, some) for x in (self.starts_BT, self.index_BT, initial_SNKV)),
-            *(_given(x, some) for x in (y_BTNV, fronts_XBNKV, final_SNKV, before, z)),
-            *(span.first, span.count, self.num_rows, self.num_heads, chunk_size),
-            *(span.place, span.capacity, *_strides(q, k, v, f), self.num_tokens),
-            **self._shared("QKVFW"),
-            PACKED=packed,
-            INITIAL=initial_SNKV is not None,
-            OUTPUTS=y_BTNV is not None,
+            *(q, k, v, f, self.w_NVV, h_BNKV),
+            *(_given(x, h_BNKV) for x in (self.starts_BT, self.index_BT, self.initial_SNKV)),
+            y_PBUNV,
+            *(_given(x, h_BNKV) for x in (fronts_XBNKV, final_SNKV, before, z)),
+            *(span.start, span.stop - span.start, self.num_rows, self.num_heads, self.chunk_size),
+            *(*_strides(q, k, v, f), self.num_tokens, *y_PBUNV.stride()[:2]),
             FRONTS=fronts_XBNKV is not None,
-            FINAL=final,
+            FINAL=final_SNKV is not None,
             KEEP=bool(kept),
         )
 
-    def state_gradients(
+    def backward(
         self,
-        span: Span,
+        span: slice,
         dy_BTNV: Tensor,
-        z_NCBKV: Tensor,
-        g_NCBKV: Tensor,
+        fronts_XBNKV: Tensor | None,
+        kept: Sequence[Tensor],
         dh_BNKV: Tensor,
         dinitial_SNKV: Tensor | None,
         dfinal_SNKV: Tensor | None,
+        parts: Sequence[Tensor],
+        dw_PBNVV: Tensor,
         clip: int,
         bound: float,
     ) -> None:
-        """Launch the backward through tokens: fills g, and moves dh from behind to before them.
+        """Launch the backward through some tokens; moves dh from behind to before them.
 
         Args:
             span: the tokens.
             dy_BTNV: gradient of the outputs.
-            z_NCBKV: tanh.
-            g_NCBKV: dL/dh of each token; written.
+            fronts_XBNKV: states at chunk starts; None: those of all tokens are kept.
+            kept: states in front of tokens, and tanh; with `fronts` memory for those of one chunk.
             dh_BNKV: gradient of the state behind the tokens; overwritten by that in front.
-            dinitial_SNKV: gradient of the initial states; None: not wanted.
-            dfinal_SNKV: gradient of the final states; None: none.
+            dinitial_SNKV: gradient of the initial states of sequences; None: not wanted.
+            dfinal_SNKV: gradient of the final states of sequences; None: none.
+            parts: dq and dk `[1, B, U, N, K]`, dv `[P, B, U, N, V]`, df `[P, B, U, N]`; written.
+            dw_PBNVV: gradient of W; added to.
             clip: kind of the clip.
             bound: of the clip.
         """
-        from megacpp.kernels.m2rnn.triton_kernels import state_gradients_kernel
+        from megacpp.kernels.m2rnn.triton_kernels import backward_kernel
 
-        q, f = self.q_BTNK, self.f_BTN
-        outside = (self.starts_BT, self.index_BT, dinitial_SNKV, dfinal_SNKV)
+        q, k, v, f = self.q_BTNK, self.k_BTNK, self.v_BTNV, self.f_BTN
         self._start(
-            state_gradients_kernel,
-            (self.num_heads, self.num_rows),
-            *(q, f, dy_BTNV, self.w_NVV, z_NCBKV, g_NCBKV, dh_BNKV),
-            *(_given(x, dh_BNKV) for x in outside),
-            *(bound, span.first, span.count, self.num_rows, self.num_heads),
-            *(span.place, span.capacity, g_NCBKV.shape[1], *_strides(q, f), self.num_tokens),
-            **self._shared("QFW"),
-            PACKED=self.starts_BT is not None,
+            backward_kernel,
+            *(q, k, v, f, self.w_NVV, dy_BTNV),
+            *(_given(x, dh_BNKV) for x in (self.starts_BT, self.index_BT, self.initial_SNKV)),
+            *(_given(fronts_XBNKV, dh_BNKV), *kept, dh_BNKV),
+            *(_given(x, dh_BNKV) for x in (dinitial_SNKV, dfinal_SNKV)),
+            *(*parts, dw_PBNVV, bound),
+            *(span.start, span.stop - span.start, self.num_rows, self.num_heads, self.chunk_size),
+            *(kept[0].shape[1], parts[0].shape[2], *_strides(q, k, v, f), self.num_tokens),
+            AGAIN=fronts_XBNKV is not None,
             DINITIAL=dinitial_SNKV is not None,
             DFINAL=dfinal_SNKV is not None,
             CLIP=clip,
         )
 
-    def gradients(
-        self,
-        span: Span,
-        dy_BTNV: Tensor,
-        before_NCBKV: Tensor,
-        z_NCBKV: Tensor,
-        g_NCBKV: Tensor,
-        parts: Sequence[Tensor],
-    ) -> None:
-        """Launch the gradients of q, k, v and f for each head; g becomes dL/dx.
-
-        Args:
-            span: the tokens.
-            dy_BTNV: gradient of the outputs.
-            before_NCBKV: states in front of tokens.
-            z_NCBKV: tanh.
-            g_NCBKV: dL/dh of each token; overwritten.
-            parts: gradients `[B, C, N, ...]`; written.
-        """
-        from megacpp.kernels.m2rnn.triton_kernels import gradients_kernel
-
-        k, v, f = self.k_BTNK, self.v_BTNV, self.f_BTN
-        self._start(
-            gradients_kernel,
-            (span.count, self.num_heads, self.num_rows),
-            *(k, v, f, dy_BTNV, before_NCBKV, z_NCBKV, g_NCBKV, *parts),
-            *(span.first, self.num_rows, self.num_heads),
-            *(span.place, span.capacity, g_NCBKV.shape[1], *_strides(k, v, f), self.num_tokens),
-            *(stride for part in parts for stride in part.stride()[:2]),
-            **self._shared("KVF"),
-        )
+    @property
+    def blocks(self) -> int:
+        """Programs of a state."""
+        return -(-self.key_dim // ROWS)
 
     @property
     def num_rows(self) -> int:
@@ -202,7 +155,7 @@ class Launch:
         """Return V."""
         return self.v_BTNV.shape[-1]
 
-    def _start(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    def _start(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         from triton import knobs
 
         device = self.v_BTNV.device.type
@@ -210,17 +163,20 @@ class Launch:
             raise RuntimeError(f"m2rnn: triton has no kernels for {device}")
         # Triton launches on the current device, which needn't be the tensors'.
         with torch.cuda.device_of(self.v_BTNV):
-            kernel[grid](
+            kernel[self.blocks, self.num_heads, self.num_rows](
                 *arguments,
                 **constants,
+                **self._shared(),
+                PACKED=self.starts_BT is not None,
+                INITIAL=self.initial_SNKV is not None,
                 K=self.key_dim,
                 V=self.value_dim,
-                BLOCK_K=padded(self.key_dim),
+                BLOCK_K=ROWS,
                 BLOCK_V=padded(self.value_dim),
-                num_warps=num_warps(self.key_dim, self.value_dim),
+                num_warps=1,
             )
 
-    def _shared(self, inputs: str) -> dict[str, int]:
+    def _shared(self) -> dict[str, int]:
         """Return how many neighbouring heads share one of each input."""
         counts = {
             "Q": self.q_BTNK.shape[2],
@@ -229,7 +185,7 @@ class Launch:
             "F": self.f_BTN.shape[2],
             "W": len(self.w_NVV),
         }
-        return {f"{name}_SHARED": self.num_heads // counts[name] for name in inputs}
+        return {f"{name}_SHARED": self.num_heads // count for name, count in counts.items()}
 
 
 def _given(x: Tensor | None, otherwise: Tensor) -> Tensor:
