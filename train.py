@@ -88,10 +88,8 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         rates, grad_accum = learning_rates(optimizer), launch.batches.accum(step)
         corpus.begin_step(step, loader.position)
         sums = boundary.accumulate(clock.reading(loader.take(grad_accum)), step)
-        clip, scale = config.optim.clip_norm, boundary.loss_scale.value
-        norm = clip_gradients(
-            model, clip, copies=boundary.copies, along=sums.along, loss_scale=scale
-        )
+        copies, scale = boundary.copies, boundary.loss_scale.value
+        norm = clip_gradients(model, config.optim.clip_norm, copies, sums.along, scale)
         status = boundary.check_step(sums, norm)
         if status.healthy:
             optimizer.step()

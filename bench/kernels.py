@@ -24,10 +24,8 @@ import torch
 from torch import Tensor
 
 from megacpp.config.presets import tiny
-from megacpp.kernels.linear_cross_entropy.chunked import (
-    linear_cross_entropy,
-    linear_cross_entropy_plain,
-)
+from megacpp.kernels.linear_cross_entropy.chunked import linear_cross_entropy
+from megacpp.kernels.linear_cross_entropy.reference import linear_cross_entropy_plain
 from megacpp.kernels.m2rnn.reference import m2rnn_chunked, m2rnn_sequential
 from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Pairing, ScanInputs

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 def clip_gradients(
     model: nn.Module,
     max_norm: float,
-    group: dist.ProcessGroup | None = None,
     copies: Iterable[nn.Parameter] = (),
     along: Tensor | None = None,
     loss_scale: float = 1.0,
@@ -35,7 +34,6 @@ def clip_gradients(
     Args:
         model: this rank's part of the model; each pipeline stage passes its own parameters.
         max_norm: 0 measures only.
-        group: ranks that together hold the model; all ranks by default, if parameters are sharded.
         copies: parameters that another rank counts already (the tied weight on the second of two
             pipeline stages, whose gradient is the same sum): scaled, but not counted.
         along: `[N]` fp64 numbers of this rank, summed over the ranks in place by the same
@@ -46,8 +44,7 @@ def clip_gradients(
         The norm before clipping, divided by `loss_scale`: 0-d fp64, the same on every rank.
     """
     params = list(model.parameters())
-    if group is None and any(is_dtensor(p) for p in params):
-        group = dist.group.WORLD
+    group = dist.group.WORLD if any(is_dtensor(p) for p in params) else None
     grads = [p.grad for p in params if p.grad is not None]
     ids = {id(p) for p in copies}
     counted = [p.grad for p in params if p.grad is not None and id(p) not in ids]

@@ -6,11 +6,8 @@ import re
 
 import torch
 
-from megacpp.kernels.linear_cross_entropy.chunked import (
-    linear_cross_entropy,
-    merge_statistics,
-    vocab_shard_statistics,
-)
+from megacpp.kernels.linear_cross_entropy.chunked import linear_cross_entropy, merge_statistics
+from megacpp.kernels.linear_cross_entropy.reference import vocab_shard_statistics
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("linear_ce*.safetensors",)

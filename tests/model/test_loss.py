@@ -18,8 +18,10 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     CrossEntropy,
     chunk_rows,
     linear_cross_entropy,
-    linear_cross_entropy_plain,
     merge_statistics,
+)
+from megacpp.kernels.linear_cross_entropy.reference import (
+    linear_cross_entropy_plain,
     vocab_shard_statistics,
 )
 from megacpp.model.head import LanguageModelHead, LossSum

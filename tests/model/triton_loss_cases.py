@@ -26,9 +26,9 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     ShardStatistics,
     VocabularyShard,
     linear_cross_entropy,
-    linear_cross_entropy_plain,
     merge_statistics,
 )
+from megacpp.kernels.linear_cross_entropy.reference import linear_cross_entropy_plain
 from megacpp.kernels.linear_cross_entropy.triton import statistics
 from megacpp.kernels.token_order import TokensAhead, token_order_loss
 from tests.golden import check_linear_ce

@@ -26,11 +26,8 @@ from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.presets import tiny_full
 from megacpp.config.schema import Config
-from megacpp.kernels.linear_cross_entropy.chunked import (
-    CrossEntropy,
-    linear_cross_entropy,
-    linear_cross_entropy_plain,
-)
+from megacpp.kernels.linear_cross_entropy.chunked import CrossEntropy, linear_cross_entropy
+from megacpp.kernels.linear_cross_entropy.reference import linear_cross_entropy_plain
 from megacpp.kernels.sparse_attention.indexer import index_scores
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
@@ -83,6 +82,8 @@ def linear_cross_entropy(
     """
     if backend == "reference":
         assert shard is None
+        from megacpp.kernels.linear_cross_entropy.reference import linear_cross_entropy_plain
+
         return linear_cross_entropy_plain(x_ND, weight_VD, target_N, softcap, z_loss, weight_N)
     device = x_ND.device.type
     x_ND = x_ND.to(autocast_dtype(x_ND) or x_ND.dtype)
@@ -95,34 +96,6 @@ def linear_cross_entropy(
             x_ND, weight_VD, target_N, terms, rows, grad, weight_N, go_over
         )
     return CrossEntropy(*out)
-
-
-def linear_cross_entropy_plain(
-    x_ND: Tensor,
-    weight_VD: Tensor,
-    target_N: Tensor,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    weight_N: Tensor | None = None,
-) -> CrossEntropy:
-    """Return `linear_cross_entropy` from whole logits and autograd: the reference.
-
-    Args:
-        x_ND: hidden states.
-        weight_VD: words.
-        target_N: int64 in [0, V), or -100 to ignore a token.
-        softcap: None: none.
-        z_loss: coefficient of lse².
-        weight_N: factors of the tokens' losses in `loss_sum`.
-    """
-    logits_NV = soft_cap(_wide(F.linear(x_ND, weight_VD)), softcap)
-    valid_N = target_N != IGNORED
-    nll_N = F.cross_entropy(logits_NV, target_N, reduction="none", ignore_index=IGNORED)
-    lse_N = logits_NV.logsumexp(1)
-    counts_N = valid_N if weight_N is None else valid_N * weight_N
-    loss_sum = ((nll_N + z_loss * lse_N.square()) * counts_N).sum()
-    nll_N = nll_N.detach()
-    return CrossEntropy(loss_sum, valid_N.sum(), nll_N.sum(), lse_N.detach(), nll_N)
 
 
 def chunk_rows(x_ND: Tensor, weight_VD: Tensor, backend: str = "torch") -> int:
@@ -167,37 +140,6 @@ class ShardStatistics(NamedTuple):
     def lse_N(self) -> Tensor:
         """Log of Σ exp(logits) of this shard."""
         return self.max_N + self.sumexp_N.log()
-
-
-@torch.no_grad()
-def vocab_shard_statistics(
-    x_ND: Tensor,
-    weight_vD: Tensor,
-    target_N: Tensor,
-    first: int,
-    softcap: float | None = None,
-    chunk: int | None = None,
-) -> ShardStatistics:
-    """Return statistics of the words `[first, first + v)`, a chunk of tokens at a time.
-
-    Args:
-        x_ND: hidden states.
-        weight_vD: `[v, D]`, words of the shard.
-        target_N: words of the whole vocabulary.
-        first: number of the shard's first word.
-        softcap: None: none.
-        chunk: tokens at a time, by default `chunk_rows`.
-    """
-    local_N = target_N - first
-    here_N = (local_N >= 0) & (local_N < weight_vD.shape[0])
-    index_N = torch.where(here_N, local_N, 0)
-    rows = chunk or chunk_rows(x_ND, weight_vD)
-    chunks = (t.split(rows) for t in (x_ND, index_N, here_N))
-    parts = []
-    for x_nD, index_n, here_n in zip(*chunks, strict=True):
-        logits_nv = soft_cap(_wide(x_nD @ weight_vD.T), softcap)
-        parts.append(_exponentiate(logits_nv, index_n, here_n))
-    return join_chunks(parts)
 
 
 def join_chunks(chunks: Sequence[ShardStatistics]) -> ShardStatistics:
@@ -329,7 +271,7 @@ def _chunk(
         here_n = valid_n & (local_n >= 0) & (local_n < len(w_vD))
     index_n = torch.where(here_n, local_n, 0)
     logits_nV, slope_nV = _logits(x_nD, w_vD, terms.softcap, want)
-    own = _exponentiate(logits_nV, index_n, here_n)
+    own = exponentiate(logits_nV, index_n, here_n)
     whole = terms.merged(own)
     if not want:
         return whole, None
@@ -346,7 +288,7 @@ def _logits(
     x_nD: Tensor, w_VD: Tensor, cap: float | None, want_slope: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Soft-capped logits and, on request, the slope of the cap, 1 - (capped / cap)²."""
-    logits_nV = _wide(x_nD @ w_VD.T)
+    logits_nV = wide(x_nD @ w_VD.T)
     if cap is None:
         return logits_nV, None
     logits_nV.div_(cap).tanh_()
@@ -354,8 +296,8 @@ def _logits(
     return logits_nV.mul_(cap), slope_nV
 
 
-def _exponentiate(logits_nV: Tensor, index_n: Tensor, here_n: Tensor) -> ShardStatistics:
-    """Statistics of a chunk; `logits_nV` becomes exp(logits - max) in place."""
+def exponentiate(logits_nV: Tensor, index_n: Tensor, here_n: Tensor) -> ShardStatistics:
+    """Return statistics of a chunk; `logits_nV` becomes exp(logits - max) in place."""
     correct_n = torch.where(here_n, logits_nV.gather(1, index_n[:, None])[:, 0], 0)
     max_n = logits_nV.amax(1)
     logits_nV.sub_(max_n[:, None]).exp_()
@@ -393,5 +335,6 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _wide(t: Tensor) -> Tensor:
+def wide(t: Tensor) -> Tensor:
+    """Return a tensor of any shape in at least fp32."""
     return t.to(_wide_dtype(t.dtype))
