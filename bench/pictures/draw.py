@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.pictures import dispatch, memory, meshes, schedules, sharding
+from bench.pictures import architecture, dispatch, memory, meshes, planning, schedules, sharding
 from bench.pictures.svg import Drawing
 
 FOLDER = Path(__file__).parents[2] / "docs/pictures"
 PICTURES: dict[str, Callable[[], Drawing]] = {
+    "the-run": architecture.the_run,
     "foldings": meshes.foldings,
     "placements": meshes.placements,
     "slices": meshes.slices,
@@ -20,4 +21,5 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "tensor-block": sharding.tensor_blocks,
     "step-memory": memory.memory_of_a_step,
     "context-memory": memory.buckets_over_context,
+    "plan-front": planning.plan_front,
 }

@@ -8,6 +8,7 @@ no values. So the effects of a mesh on a model can be seen, for any number of ra
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -52,7 +53,9 @@ def fake_world(config: Config, size: int, rank: int = 0) -> Iterator[World]:
 
     # "2 sequential all_gather ...": DTensor about layouts that FSDP2 chose.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    hook = sys.excepthook  # of each group torch wraps it in another, which prefixes every line
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    sys.excepthook = hook
     try:
         yield join(config.mesh, CPU)
     finally:
