@@ -297,7 +297,13 @@ def _logits(
 
 
 def exponentiate(logits_nV: Tensor, index_n: Tensor, here_n: Tensor) -> ShardStatistics:
-    """Return statistics of a chunk; `logits_nV` becomes exp(logits - max) in place."""
+    """Return statistics of a chunk; `logits_nV` becomes exp(logits - max) in place.
+
+    Args:
+        logits_nV: `[n, V]`, at least fp32; overwritten.
+        index_n: `[n]`, place of the target among these words.
+        here_n: bool `[n]`, whether it is one of them.
+    """
     correct_n = torch.where(here_n, logits_nV.gather(1, index_n[:, None])[:, 0], 0)
     max_n = logits_nV.amax(1)
     logits_nV.sub_(max_n[:, None]).exp_()
