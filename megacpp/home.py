@@ -1,7 +1,8 @@
-"""Checkout that this package belongs to; imports no torch."""
+"""Checkout that this package belongs to, and the cache of a user; imports no torch."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,13 @@ from megacpp.errors import ConfigError
 
 HOME = Path(__file__).parents[1]
 ROOMS = ("checkpointing", "optim", "parallel")
+
+
+def cache_folder() -> Path:
+    """Return the folder of files that megacpp caches for a user and can make again."""
+    given = os.environ.get("MEGACPP_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(given or f"{base}/megacpp").expanduser()
 
 
 def put_first() -> None:

@@ -118,7 +118,7 @@ def _prepared_lines(prepared: Prepared) -> list[str]:
         lines.append(f"  fill-in-the-middle: {cuts['psm']:,} PSM, {cuts['spm']:,} SPM")
     lines += [f"  {line}" for line in compressor_lines(splits["validation"])]
     lines.append(f"  {prepared.seconds:.1f} s")
-    if source["description"].startswith(("folder", "file")):
+    if source["description"].startswith(("folder", "file")) or "://" in source["description"]:
         lines.append(
             f"  train on it: train.py PRESET --data.path {prepared.path} "
             f"--model.vocab-size {index['vocab_size']}"

@@ -1,4 +1,4 @@
-"""Sources of documents: torch's headers, text files, .jsonl[.gz|.zst] or .parquet files.
+"""Sources of documents: torch's headers, text files, .jsonl[.gz|.zst] or .parquet files, URLs.
 
 Every reader yields `SourceDocument`s; a text that isn't valid UTF-8 becomes None, so that the
 caller can count and skip it. This module imports no torch; optional libraries load inside
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megacpp.data.conversations import is_conversation, messages_of
 from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files
+from megacpp.data.remote import RemoteFiles, is_url, remote_files
 from megacpp.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Source:
 
     Attributes:
         description: line for the header of a run.
-        files: files in order.
+        files: files in order; of a URL their copies in the cache, made as they are read.
         total_bytes: bytes of all files.
         notes: lines about skipped or split files.
         document_bytes: longer text files are split.
@@ -61,13 +62,18 @@ class Source:
     total_bytes: int
     notes: tuple[str, ...] = ()
     document_bytes: int = LONGEST
+    remote: RemoteFiles | None = None
+
+    def paths(self) -> Iterable[Path]:
+        """Return the files in order, each there when its turn comes."""
+        return self.files if self.remote is None else self.remote.fetched()
 
 
 def find_source(source: str, globs: Sequence[str] = (), document_bytes: int = 0) -> Source:
-    """Resolve `torch-headers`, a folder, or a single file to the files to read.
+    """Resolve `torch-headers`, a folder, a single file or a URL to the files to read.
 
     Args:
-        source: `torch-headers` or a path.
+        source: `torch-headers`, a path or a URL.
         globs: patterns of files of a folder (none: every text and record file).
         document_bytes: longer text files are split at blank lines (0: 2 MiB; a single text file
             into about 1,024 documents).
@@ -75,6 +81,12 @@ def find_source(source: str, globs: Sequence[str] = (), document_bytes: int = 0)
     Raises:
         DataError: nothing exists there, or there is no file to take.
     """
+    if is_url(source):
+        remote = remote_files(source, globs)
+        files = tuple(file.local for file in remote.files)
+        notes = [f"{remote.skipped:,} other files are not taken"] if remote.skipped else []
+        size = sum(file.bytes or 0 for file in remote.files)
+        return Source(source, files, size, tuple(notes), document_bytes or LONGEST, remote)
     if source == TORCH_HEADERS:
         folder, globs = torch_headers(), globs or CPP_GLOBS
         kind = f"torch {_torch_version()} headers"
@@ -132,7 +144,7 @@ def read_items(source: Source, field: str = "") -> Iterator[SourceDocument]:
     Raises:
         DataError: unreadable file, broken record, missing or non-text field.
     """
-    for path in source.files:
+    for path in source.paths():
         try:
             if path.name.endswith(".parquet"):
                 yield from _cut_texts(_parquet(path, field), source.document_bytes)

@@ -19,7 +19,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megacpp.home import HOME
+from megacpp.home import HOME, cache_folder
 from megacpp.memory.block_trace import BlockRequest, BlockTrace
 
 FORMAT = 1  # of the files
@@ -34,13 +34,6 @@ SOURCES = (
     "checkpointing",
     "parallel",
 )
-
-
-def cache_folder() -> Path:
-    """Return the folder of files that megacpp caches for a user and can make again."""
-    given = os.environ.get("MEGACPP_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(given or f"{base}/megacpp").expanduser()
 
 
 @lru_cache(maxsize=1)

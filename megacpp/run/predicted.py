@@ -15,7 +15,7 @@ from typing import Any
 
 from megacpp.config.schema import Config
 from megacpp.errors import config_error
-from megacpp.memory.trace_cache import cache_folder
+from megacpp.home import cache_folder
 from megacpp.speed.against import usual_steps
 from megacpp.speed.hardware import GpuSpec, Rates, gpu, known
 from megacpp.speed.ours import step_work
