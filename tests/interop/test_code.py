@@ -233,3 +233,24 @@ def test_a_folder_with_code_comes_back_bit_for_bit(name: str, folder: Path) -> N
     assert read_model(place) == model_of(name)
     back = load_model(place, model_of(name))
     assert not differences(dict(model_tensors(built(model_of(name)))), dict(model_tensors(back)))
+
+
+def test_the_code_is_the_same_in_every_process() -> None:
+    """Sets of names have another order for another seed of hashes."""
+    words = (
+        "import hashlib\n"
+        "from megacpp.config.presets import tiny\n"
+        "from megacpp.interop.code.write import code_files\n"
+        "print(hashlib.sha256(str(code_files(tiny().model)).encode()).hexdigest())"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", words],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "5")
+    }
+    assert len(found) == 1

@@ -15,6 +15,7 @@ from megacpp.cli.main import main
 from megacpp.cli.weights import tokenizer_path
 from megacpp.config.schema import Config, DataConfig
 from megacpp.data.conversations import SIMPLE, ChatTemplate
+from megacpp.data.shards import INDEX
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.launch.record import write_config
 from megacpp.model.hybrid import HybridLM
@@ -131,6 +132,8 @@ def test_mistakes_are_one_line(
 def test_the_corpus_with_a_template_names_the_tokenizer(folder: Path, tmp_path: Path) -> None:
     talks = folder.parent / "corpus"
     (folder.parent / "code").mkdir()
+    for corpus in (talks, folder.parent / "code"):
+        (corpus / INDEX).write_text("{}")
     data = {"path": str(talks), "mix": "code=1,corpus=1"}
     (tmp_path / "config.json").write_text(json.dumps({"config": {"model": {}, "data": data}}))
     assert tokenizer_path(tmp_path) == talks / "tokenizer.json"

@@ -81,14 +81,14 @@ class Bundle:
             self._reach((self.root, name), name)
         size = -1
         while size != (size := len(self.reached) + len(self.attributes)):
-            for module in {module for module, _ in self.reached}:
+            for module in dict.fromkeys(module for module, _ in self.reached):
                 for name, one in read_module(module).definitions.items():
                     if name.startswith("_ ") and (module, one.whole.names[0][0].id) in self.reached:
                         self.reached.setdefault((module, name))
             for key in list(self.reached):
                 for part in self._parts(key):
                     self.attributes |= part.attributes
-                    for name, there in part.needs:
+                    for name, there in sorted(part.needs, key=str):
                         if there or read_module(key[0]).knows(name):
                             self._reach(there or (key[0], name), name)
 
