@@ -158,7 +158,7 @@ def test_s4_11_the_loader_moves_by_one_microbatch() -> None:
 
 
 def test_s4_a_one_row_is_no_default() -> None:
-    """Of no preset: a planner falls back to one row where two don't fit."""
+    """No preset has one row a rank; a planner falls back to it where two don't fit."""
     rows = {name: make().train.device_batch_size for name, make in PRESETS.items()}
     rows["a bare configuration"] = Config().train.device_batch_size
     assert all(count > 1 for count in rows.values()), rows

@@ -316,7 +316,7 @@ def as_parquet(path: Path, records: list[dict]) -> Path:
 def test_parquet_is_the_corpus_of_the_same_lines(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same ids and learned tokens, by the real command."""
+    """Ids and learned tokens equal those of the JSONL, by the real command."""
     records: list[dict] = [{"id": n, **question(n)} for n in range(70)]
     if kind == "messages":
         pairs = [("user", "prompt"), ("assistant", "completion")]

@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def there(folder: Path) -> Iterator[str]:
-    """The same files in fsspec's memory."""
+    """URL of those files in the memory of fsspec."""
     system = fsspec.filesystem("memory")
     for path in (p for p in folder.rglob("*") if p.is_file()):
         system.pipe(f"/texts/{path.relative_to(folder)}", path.read_bytes())

@@ -12,7 +12,7 @@ from tests.torture.flips import flipped
 
 @pytest.mark.parametrize("kind", ["moments", "activations"])
 def test_no_flip_is_named_wrongly(kind: str, tmp_path: Path) -> None:
-    """Some activations change no gradient; the flips of a seed are the same ones."""
+    """Flips of a seed are found alike each time; some activations change no gradient."""
     of_first, of_second = run_ranks(flipped, 2, kind, 4, tmp_path)
     assert of_first == of_second
     assert of_first["WRONG"] == 0 and of_first["found"] >= 2
