@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from megacpp.data import remote
@@ -20,6 +19,8 @@ from megacpp.data.prepare import ensure_corpus
 from megacpp.data.sources import find_source, read_items
 from megacpp.data.spec import CorpusSpec
 from megacpp.errors import DataError
+
+fsspec = pytest.importorskip("fsspec")
 
 ROOT = Path(__file__).parents[2]
 
