@@ -94,25 +94,30 @@ def checks(config: Config) -> Iterator[ConfigError]:
 
 
 def multiply_adds(model: ModelConfig, seq_len: int) -> float:
-    """Multiply-adds of projections and a chunk: k.k, k.state, solve, q.k, q.state, weights.u, k.u.
+    """Return multiply-adds of a token: of the projections and of its chunk."""
+    g, d, size = model.gated_deltanet, model.dim, dims(model)
+    inputs = 2 * size["Q"] + (1 + g.gate) * size["W"] + 2 * size["N"]
+    return d * (inputs + size["W"]) + scan_multiply_adds(model, seq_len)
+
+
+def scan_multiply_adds(model: ModelConfig, seq_len: int) -> float:
+    """Return multiply-adds of a chunk: k.k, solve, k.state, k.u, q.k, q.state and scores.u.
 
     The triangular solve counts half of a product of its sizes.
     """
-    g, d, size = model.gated_deltanet, model.dim, dims(model)
-    inputs = 2 * size["Q"] + (1 + g.gate) * size["W"] + 2 * size["N"]
-    chunk = min(g.chunk_size, seq_len)
-    scan = 3 * g.num_value_heads * g.key_dim * g.value_dim + chunk * (
-        2 * size["Q"] + 1.5 * size["W"]
+    g, size, chunk = (
+        model.gated_deltanet,
+        dims(model),
+        min(model.gated_deltanet.chunk_size, seq_len),
     )
-    return d * (inputs + size["W"]) + scan
+    heads, keys = g.num_value_heads, g.num_value_heads * g.key_dim
+    solve = 0.5 * chunk * (keys + size["W"])
+    return 3 * heads * g.key_dim * g.value_dim + chunk * (2 * size["Q"] + size["W"]) + solve
 
 
 def replayed(config: Config) -> float:
-    """Multiply-adds of all chunks' states, then of each chunk again: only scan inputs are saved."""
-    g, size = config.model.gated_deltanet, dims(config.model)
-    chunk = min(g.chunk_size, config.data.seq_len)
-    state = 5 * g.num_value_heads * g.key_dim * g.value_dim
-    return state + 3 * chunk * size["Q"] + 2 * chunk * size["W"]
+    """Return multiply-adds of all chunks again: only the inputs of the scan are saved."""
+    return scan_multiply_adds(config.model, config.data.seq_len)
 
 
 def last_product(model: ModelConfig) -> float:

@@ -1,21 +1,22 @@
-"""Gated delta rule chunk by chunk: matrix products and one triangular solve per chunk.
+"""Gated delta rule by chunks: one triangular solve for all of them, then the states in turn.
 
 With D_ij the decay from token j to token i of a chunk (0 unless j <= i, in one document), e_i the
 decay from the entering state S to token i, and u_i what token i writes under its key:
 
-    (I + strict_lower(diag(beta) K K^T * D)) U = diag(beta) (V - diag(e) K S)
-    O = diag(e) Q S + (Q K^T * D) U        S' = e_C S + (diag(D_C) K)^T U
+    A = I + strict_lower(diag(beta) K K^T * D)      W = A^-1 diag(beta e) K    Y = A^-1 diag(beta) V
+    U = Y - W S      S' = e_C S + (diag(D_C) K)^T U      O = diag(e) Q S + (Q K^T * D) U
 
-which is the WY form of arXiv 2412.06464 with the entering state inside the solve. Kept for backward
-are the inputs alone: backward first runs the states again, then each chunk from last to first.
+which is the WY form of arXiv 2412.06464. A, W, Y and the scores of all chunks are computed at once;
+what remains for a chunk after the other are two products. Kept for backward are the inputs alone:
+backward computes the chunks again.
 
 Legend: B rows, T tokens of a row, H key heads, R value heads of a key head, N = H R value heads, K
-key, V value (of the state: X = R V), C tokens of a chunk.
+key, V value, L chunks of a row, C tokens of a chunk, M = B N states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,16 +82,16 @@ def widened(v: Tensor, initial_BNKV: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """Pairs of tokens of one chunk, and tokens and the entering state, in the same document.
+    """Pairs of tokens of a chunk, and tokens and the entering state, in the same document.
 
     Attributes:
-        pairs_B11CC: bool, the column's token is not behind the row's; B is 1 where all rows agree.
-        entering_B11C: bool; None: all of them.
+        pairs_LB11CC: bool, the column's token is not behind the row's; L and B are 1 where all
+            agree.
+        entering_LB11C: bool; None: all of them.
     """
 
-    span: slice
-    pairs_B11CC: Tensor
-    entering_B11C: Tensor | None
+    pairs_LB11CC: Tensor
+    entering_LB11C: Tensor | None
 
 
 Inputs = Sequence[Tensor | None]  # q (or None), k, v, g, beta
@@ -109,152 +110,134 @@ class _Chunked(torch.autograd.Function):
         docs: Documents | None,
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
-        inputs = q, k, v, g, beta
-        ctx.save_for_backward(*inputs, initial)
-        ctx.chunks = _chunks(docs, v, chunk_size)
+        ctx.save_for_backward(q, k, v, g, beta, initial)
+        ctx.chunks = docs, chunk_size
         ctx.set_materialize_grads(False)  # final states are rarely used
-        S, o = _first(k, v, initial), v.new_empty(v.shape if q is not None else 0)
-        for chunk in ctx.chunks:
-            o_chunk, S = _chunk(_part(inputs, chunk), S, chunk)
-            if o_chunk is not None:
-                o[:, chunk.span] = o_chunk
-        return o, _by_value_head(S, v.shape[2])
+        return _rule((q, k, v, g, beta, initial), docs, chunk_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, initial = ctx.saved_tensors
-        inputs = None if do is None else q, k, v, g, beta
-        with no_autocast(v):
-            states = [_first(k, v, initial)]
-            for chunk in ctx.chunks[:-1]:
-                states.append(_chunk((None, *_part(inputs, chunk)[1:]), states[-1], chunk)[1])
-            dS = torch.zeros_like(states[0])
-            if dlast is not None:
-                dS = _by_key_head(dlast, k.shape[2])
-            grads = [None if x is None else torch.zeros_like(x) for x in (q, k, v, g, beta)]
-            for chunk in reversed(ctx.chunks):
-                found, dS = _chunk_gradients(_part(inputs, chunk), states.pop(), chunk, do, dS)
-                for grad, part in zip(grads, found, strict=True):
-                    if grad is not None and part is not None:
-                        grad[:, chunk.span] = part
-        dinitial = None if initial is None else _by_value_head(dS, v.shape[2])
-        return *grads, dinitial, None, None
+        saved = list(ctx.saved_tensors)
+        if do is None:
+            saved[0] = None
+        leaves = [None if x is None else x.detach().requires_grad_() for x in saved]
+        with no_autocast(saved[1]):
+            with torch.enable_grad():
+                results = _rule(leaves, *ctx.chunks)
+            wanted = [x for x in leaves if x is not None]
+            given = [(y, dy) for y, dy in zip(results, (do, dlast), strict=True) if dy is not None]
+            outputs, gradients = zip(*given, strict=True)
+            found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+        return *(None if x is None else next(found) for x in leaves), None, None
 
 
-def _chunk_gradients(
-    inputs: Inputs, S_BHKX: Tensor, chunk: Visible, do: Tensor | None, dS_BHKX: Tensor
-) -> tuple[list[Tensor | None], Tensor]:
-    """Gradients of a chunk's inputs and of the state that enters it."""
-    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
-    S_BHKX = S_BHKX.detach().requires_grad_()
-    with torch.enable_grad():
-        o, S_after = _chunk(leaves, S_BHKX, chunk)
-    outputs, given = [S_after], [dS_BHKX]
-    if o is not None and do is not None:
-        outputs, given = [S_after, o], [dS_BHKX, do[:, chunk.span]]
-    wanted = [S_BHKX, *(x for x in leaves if x is not None)]
-    dS_BHKX, *found = torch.autograd.grad(outputs, wanted, given)
-    rest = iter(found)
-    return [None if x is None else next(rest) for x in leaves], dS_BHKX
-
-
-def _chunk(inputs: Inputs, S_BHKX: Tensor, chunk: Visible) -> tuple[Tensor | None, Tensor]:
-    """Return outputs `[B, C, N, V]` of a chunk (None without queries) and the state behind it."""
-    q, k, v, g, beta = inputs
+def _rule(inputs: Inputs, docs: Documents | None, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """Return outputs and the last state, as `gated_delta_rule` does."""
+    q, k, v, g, beta, initial = inputs
     assert k is not None and v is not None and g is not None and beta is not None
-    H, N = k.shape[2], v.shape[2]
-    width = S_BHKX.shape[-1] * H // N
-    v_BHRCV = F.pad(wide(v), (0, width - v.shape[-1])).unflatten(2, (H, -1)).permute(0, 2, 3, 1, 4)
-    beta_BHRC1, k_BHCK = _of_heads(beta, H)[..., None], unit(k).transpose(1, 2)
-    pairs_BHRCC, enter_BHRC1 = _decays(_of_heads(g, H), chunk)
+    (B, T, N, V), (H, K) = v.shape, k.shape[2:]
+    C, width = min(T, chunk_size), V if initial is None else initial.shape[-1]
+    chunks = _chunks(docs, v, C)
+    k_LBHCK = _by_chunk(unit(k), C)
+    v_LBHRCV = _by_chunk(F.pad(wide(v), (0, width - V)), C).unflatten(2, (H, -1))
+    beta_LBHRC1 = _by_chunk(wide(beta)[..., None], C).unflatten(2, (H, -1))
+    pairs, enter = _decays(_by_chunk(wide(g)[..., None], C).unflatten(2, (H, -1))[..., 0], chunks)
 
-    def of_state(x_BHCK: Tensor) -> Tensor:
-        """Return the entering state's decayed values under keys or queries, `[B, H, R, C, V]`."""
-        return (x_BHCK @ S_BHKX).unflatten(-1, (-1, width)).transpose(2, 3) * enter_BHRC1
-
-    erase_BHRCC = beta_BHRC1 * pairs_BHRCC * (k_BHCK @ k_BHCK.mT)[:, :, None]
-    u_BHRCV = torch.linalg.solve_triangular(  # the diagonal of `erase` counts as ones
-        erase_BHRCC, beta_BHRC1 * (v_BHRCV - of_state(k_BHCK)), upper=False, unitriangular=True
+    erase_LBHRCC = beta_LBHRC1 * pairs * (k_LBHCK @ k_LBHCK.mT)[:, :, :, None]
+    written = beta_LBHRC1 * torch.cat([enter * k_LBHCK[:, :, :, None], v_LBHRCV], -1)
+    solved = torch.linalg.solve_triangular(  # the diagonal of `erase` counts as ones
+        erase_LBHRCC, written, upper=False, unitriangular=True
     )
-    left_BHCRV = (pairs_BHRCC[..., -1, :, None] * u_BHRCV).transpose(2, 3)
-    across_BH1X = enter_BHRC1[..., -1, :].expand(-1, -1, -1, width).flatten(2)[:, :, None]
-    S_after_BHKX = across_BH1X * S_BHKX + k_BHCK.mT @ left_BHCRV.flatten(3)
+    read_LMCK, own_LMCV = (x.flatten(1, 3) for x in solved.split([K, width], -1))
+    kept_LMCK = (pairs[..., -1, :, None] * k_LBHCK[:, :, :, None]).flatten(1, 3)
+    across_LM11 = enter[..., -1:, :].expand(-1, B, -1, -1, -1, -1).flatten(1, 3)
+    S_MKV = _first(v, K, width) if initial is None else wide(initial).flatten(0, 1)
+    S_LMKV, u_LMCV, S_MKV = _States.apply(read_LMCK, own_LMCV, kept_LMCK, across_LM11, S_MKV)
+    last_BNKV = S_MKV.unflatten(0, (B, N))
     if q is None:
-        return None, S_after_BHKX
-    q_BHCK = unit(q).transpose(1, 2) * k.shape[-1] ** -0.5
-    scores_BHRCC = pairs_BHRCC * (q_BHCK @ k_BHCK.mT)[:, :, None]
-    o_BHRCV = of_state(q_BHCK) + scores_BHRCC @ u_BHRCV
-    return o_BHRCV.permute(0, 3, 1, 2, 4).flatten(2, 3).to(v.dtype), S_after_BHKX
+        return v.new_empty(0), last_BNKV
+    q_LBHCK = _by_chunk(unit(q) * K**-0.5, C)
+    scores_LMCC = (pairs * (q_LBHCK @ k_LBHCK.mT)[:, :, :, None]).flatten(1, 3)
+    asked_LMCK = (enter * q_LBHCK[:, :, :, None]).flatten(1, 3)
+    o_LMCV = asked_LMCK @ S_LMKV + scores_LMCC @ u_LMCV
+    o_BTNV = o_LMCV[..., :V].unflatten(1, (B, N)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T]
+    return o_BTNV.to(v.dtype).contiguous(), last_BNKV
 
 
-def _decays(g_BHRC: Tensor, chunk: Visible) -> tuple[Tensor, Tensor]:
-    """Decay from token to token `[B, H, R, C, C]` and from the entering state `[B, H, R, C, 1]`.
+class _States(torch.autograd.Function):
+    """Returns the state that enters each chunk, what its tokens write, and the last state."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, read: Tensor, own: Tensor, kept: Tensor, across: Tensor, S_MKV: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        S_LMKV = S_MKV.new_empty(len(own), *S_MKV.shape)
+        u_LMCV = torch.empty_like(own)
+        for c, S_next in enumerate([*S_LMKV[1:], torch.empty_like(S_MKV)]):
+            S_MKV = S_LMKV[c].copy_(S_MKV) if c == 0 else S_MKV
+            u_MCV = torch.baddbmm(own[c], read[c], S_MKV, alpha=-1, out=u_LMCV[c])
+            S_MKV = torch.baddbmm(across[c] * S_MKV, kept[c].mT, u_MCV, out=S_next)
+        ctx.save_for_backward(read, kept, across, S_LMKV, u_LMCV)
+        return S_LMKV, u_LMCV, S_MKV
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dS_LMKV: Tensor, du_LMCV: Tensor, dS_MKV: Tensor) -> tuple[Tensor, ...]:
+        read, kept, across, S_LMKV, u_LMCV = ctx.saved_tensors
+        after_LMKV = torch.empty_like(S_LMKV)
+        du_LMCV, dS_LMKV = du_LMCV.clone(), dS_LMKV.clone()
+        for c in reversed(range(len(read))):
+            after_LMKV[c] = dS_MKV
+            du_LMCV[c].baddbmm_(kept[c], dS_MKV)
+            dS_MKV = dS_LMKV[c].addcmul_(across[c], dS_MKV)
+            dS_MKV.baddbmm_(read[c].mT, du_LMCV[c], alpha=-1)
+        dread = -du_LMCV @ S_LMKV.mT
+        dkept = u_LMCV @ after_LMKV.mT
+        dacross = (after_LMKV * S_LMKV).sum((-2, -1), keepdim=True)
+        return dread, du_LMCV, dkept, dacross, dS_MKV
+
+
+def _decays(g_LBHRC: Tensor, chunks: Visible) -> tuple[Tensor, Tensor]:
+    """Decay from token to token `[L, B, H, R, C, C]` and from the entering state, `[.., C, 1]`.
 
     Sums over the tokens in between, not differences of sums from the start of the chunk: those
     cancel where the decay is fast, and exp of one of them alone overflows.
     """
-    C = g_BHRC.shape[-1]
-    between_BHRCC = g_BHRC[..., None].expand(*g_BHRC.shape, C).tril(-1).cumsum(-2)
-    pairs_BHRCC = torch.where(chunk.pairs_B11CC, between_BHRCC, float("-inf")).exp()
-    since_BHRC = g_BHRC.cumsum(-1)
-    if chunk.entering_B11C is not None:
-        since_BHRC = torch.where(chunk.entering_B11C, since_BHRC, float("-inf"))
-    return pairs_BHRCC, since_BHRC.exp()[..., None]
+    C = g_LBHRC.shape[-1]
+    between = g_LBHRC[..., None].expand(*g_LBHRC.shape, C).tril(-1).cumsum(-2)
+    pairs = torch.where(chunks.pairs_LB11CC, between, float("-inf")).exp()
+    since_LBHRC = g_LBHRC.cumsum(-1)
+    if chunks.entering_LB11C is not None:
+        since_LBHRC = torch.where(chunks.entering_LB11C, since_LBHRC, float("-inf"))
+    return pairs, since_LBHRC.exp()[..., None]
 
 
-def _chunks(docs: Documents | None, like_BTNV: Tensor, chunk_size: int) -> list[Visible]:
-    """Return the chunks of a row; with documents, made once for all layers."""
+def _chunks(docs: Documents | None, like_BTNV: Tensor, C: int) -> Visible:
+    """Return what is visible in the chunks of rows; with documents, made once for all layers."""
     if docs is None or docs.whole:
-        T, device = like_BTNV.shape[1], like_BTNV.device
-        C = min(T, chunk_size)
-        before_CC = torch.ones(C, C, dtype=torch.bool, device=device).tril()
-        return [
-            Visible(s, before_CC[: s.stop - s.start, : s.stop - s.start], None)
-            for s in _spans(T, chunk_size)
-        ]
-    return docs.memo(("gated_delta_rule", chunk_size), lambda: _of_documents(docs, chunk_size))
+        pairs_CC = torch.ones(C, C, dtype=torch.bool, device=like_BTNV.device).tril()
+        return Visible(pairs_CC[None, None, None, None], None)
+    return docs.memo(("gated_delta_rule", C), lambda: _of_documents(docs, C))
 
 
-def _of_documents(docs: Documents, chunk_size: int) -> list[Visible]:
+def _of_documents(docs: Documents, C: int) -> Visible:
     starts_BT = docs.starts_BT.clone()
     starts_BT[:, 0] = False  # the state in front of a row, if there is one, is its first document's
-    chunks = []
-    for span in _spans(starts_BT.shape[1], chunk_size):
-        run_BC = starts_BT[:, span].cumsum(1)
-        pairs_BCC = (run_BC[:, :, None] == run_BC[:, None, :]).tril()
-        chunks.append(Visible(span, pairs_BCC[:, None, None], (run_BC == 0)[:, None, None]))
-    return chunks
+    starts_BT = F.pad(starts_BT, (0, -starts_BT.shape[1] % C))
+    run_LBC = starts_BT.unflatten(1, (-1, C)).transpose(0, 1).cumsum(-1)
+    pairs_LBCC = (run_LBC[..., :, None] == run_LBC[..., None, :]).tril()
+    return Visible(pairs_LBCC[:, :, None, None], (run_LBC == 0)[:, :, None, None])
 
 
-def _spans(T: int, chunk_size: int) -> Iterator[slice]:
-    return (slice(s, min(s + chunk_size, T)) for s in range(0, T, chunk_size))
+def _by_chunk(x_BTNV: Tensor, C: int) -> Tensor:
+    """Return `[L, B, N, C, V]`; tokens of zeros, which neither write nor decay, fill the last."""
+    missing = -x_BTNV.shape[1] % C
+    x_BTNV = F.pad(x_BTNV, (0, 0, 0, 0, 0, missing)) if missing else x_BTNV
+    return x_BTNV.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4)
 
 
-def _part(inputs: Inputs, chunk: Visible) -> list[Tensor | None]:
-    return [None if x is None else x[:, chunk.span] for x in inputs]
-
-
-def _first(k_BTHK: Tensor, v_BTNV: Tensor, initial_BNKV: Tensor | None) -> Tensor:
+def _first(v_BTNV: Tensor, K: int, width: int) -> Tensor:
     """State in front of the first chunk."""
-    (B, _, N, V), (_, _, H, K) = v_BTNV.shape, k_BTHK.shape
-    if initial_BNKV is not None:
-        return _by_key_head(wide(initial_BNKV), H)
-    return wide(v_BTNV[:, :0]).new_zeros(B, H, K, N // H * V)
-
-
-def _of_heads(x_BCN: Tensor, H: int) -> Tensor:
-    """Return per-head numbers as `[B, H, R, C]`."""
-    return wide(x_BCN).mT.unflatten(1, (H, -1))
-
-
-def _by_key_head(S_BNKV: Tensor, H: int) -> Tensor:
-    """States of the value heads of a key head side by side, `[B, H, K, R V]`."""
-    return S_BNKV.unflatten(1, (H, -1)).transpose(2, 3).flatten(3)
-
-
-def _by_value_head(S_BHKX: Tensor, N: int) -> Tensor:
-    """Invert `_by_key_head`; contiguous."""
-    return (
-        S_BHKX.unflatten(3, (N // S_BHKX.shape[1], -1)).transpose(2, 3).flatten(1, 2).contiguous()
-    )
+    B, _, N, _ = v_BTNV.shape
+    return wide(v_BTNV[:0]).new_zeros(B * N, K, width)
