@@ -161,6 +161,11 @@ FEATURES: Mapping[str, Feature] = {
         _yes(lambda model: model.attention.qkv_bias and model.attention.kind == "gqa"),
         _switch("model.attention.qkv_bias"),
     ),
+    "partial rotary": Feature(
+        "model.attention.rope_fraction",
+        _yes(lambda model: model.attention.rope_fraction < 1),
+        {"no": "model.attention.rope_fraction=1"},
+    ),
     "activation of F": Feature(
         "model.mlp.activation",
         lambda model: model.mlp.activation if has("F")(model) else "none",
@@ -201,6 +206,17 @@ BLOCKERS = (
             and yarn.mscale > 0
         ),
         "no class has a temperature where frequencies go by turns",
+        "use model.attention.yarn.mscale=0",
+    ),
+    Blocker(
+        "model.attention.yarn.mscale",
+        lambda model: (
+            has("A")(model)
+            and model.attention.rope_fraction < 1
+            and (yarn := model.attention.yarn) is not None
+            and yarn.mscale > 0
+        ),
+        "no class has a temperature of all dims where it rotates a part of them",
         "use model.attention.yarn.mscale=0",
     ),
     Blocker(

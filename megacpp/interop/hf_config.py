@@ -90,11 +90,8 @@ def _check_fixed(one: HFClass, values: Values) -> None:
     if "quantization_config" in values:
         method = (values["quantization_config"] or {}).get("quant_method", "quantised")
         raise WrongKeyError("quantization_config", method, "dequantise the weights first")
-    rope = values.get("rope_parameters") or {}
     for key, legal in one.fixed.items():
         value = values.get(key, legal)
-        if key == "partial_rotary_factor":
-            value = rope.get(key, value)
         if key == "sliding_window" and value and value >= values.get("max_position_embeddings", 0):
             continue
         if key in ("num_nextn_predict_layers", "rope_interleave"):

@@ -167,9 +167,10 @@ def _rope(model: ModelConfig) -> dict[str, Any]:
         else:
             scaling["attention_factor"] = 0.1 * yarn.mscale * math.log(yarn.factor) + 1.0
     theta = {"rope_theta": a.rope_theta}
+    part = {PART: a.rope_fraction} if a.rope_fraction < 1 else {}
     return {
         **theta,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), **theta},
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), **theta, **part},
         "rope_scaling": scaling and {"type": scaling["rope_type"], **scaling},
     }
 
@@ -221,6 +222,21 @@ def _from_turns(rope: Values, length: int) -> dict[str, Any]:
         "attention.yarn.original_seq_len": original,
         "attention.yarn.mscale": 0.0,
     }
+
+
+PART = "partial_rotary_factor"
+
+
+def _from_part(values: Values) -> dict[str, Any]:
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    part = float((values.get("rope_parameters") or rope).get(PART, values[PART]))
+    stretched = rope.get("rope_type", rope.get("type")) == "yarn"
+    if part < 1 and stretched and rope.get("attention_factor") != 1:
+        raise WrongKeyError(PART, part, "must be 1 with a temperature, or attention_factor 1")
+    return {"attention.rope_fraction": part}
+
+
+PARTIAL = KeyRule(lambda model: {PART: model.attention.rope_fraction}, _from_part)
 
 
 # ---- blocks -------------------------------------------------------------------------------------

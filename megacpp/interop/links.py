@@ -23,7 +23,7 @@ from megacpp.config.model import ModelConfig
 from megacpp.interop.hf_class import Change, HFClass
 from megacpp.interop.keys import padded_shared
 from megacpp.interop.orders import ORDERS
-from megacpp.interop.table import IN_HALVES
+from megacpp.interop.rewrites import IN_HALVES
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import layer_kinds

@@ -23,8 +23,8 @@ from megacpp.errors import CheckpointError
 from megacpp.interop.hf_config import HFConfig, read_hf_config
 from megacpp.interop.links import Link, links, our_shapes, own_links, rows_in
 from megacpp.interop.places import WeightsFolder
+from megacpp.interop.rewrites import STACKED_EXPERTS
 from megacpp.interop.stored import StoredTensors
-from megacpp.interop.table import STACKED_EXPERTS
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, whole
 from megacpp.state.agreement import agreed, this_rank

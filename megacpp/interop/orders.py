@@ -16,8 +16,10 @@ Order = Callable[[ModelConfig, Sequence[int]], Tensor]  # (model, rows of each p
 
 
 def halves(model: ModelConfig, rows: Sequence[int]) -> Tensor:
-    """Return heads whose rotated pairs (2i, 2i + 1) become (i, i + H / 2)."""
-    return _by_head(_halved(model.attention.head_dim), sum(rows), model.attention.head_dim)
+    """Return heads of whose R rotated rows, the first, pairs (2i, 2i + 1) become (i, i + R / 2)."""
+    dim = model.attention.head_dim
+    one = _with_still(dim, int(dim * model.attention.rope_fraction), first=True)
+    return _by_head(one, sum(rows), dim)
 
 
 def gated_queries(model: ModelConfig, rows: Sequence[int]) -> Tensor:

@@ -5,13 +5,23 @@ No torch import here.
 
 from __future__ import annotations
 
-from megacpp.blocks.descriptor import HFTensor
-from megacpp.config.model import ModelConfig
 from megacpp.interop import keys
-from megacpp.interop.hf_class import Change, HFClass, Zeros
+from megacpp.interop.hf_class import Change, HFClass
 from megacpp.interop.keys import COMMON, DENSE
+from megacpp.interop.rewrites import (
+    EMPTY,
+    FOLDED,
+    FROM_ZERO,
+    GATE,
+    GATED_SHARED,
+    GRANITE_EXPERTS,
+    INTO_PAIRS,
+    ONE_SHARED,
+    PADDED,
+    route_scale,
+)
 
-# ---- features, rules and rewrites that classes share --------------------------------------------
+# ---- features and rules that classes share ------------------------------------------------------
 
 ANY = ("yes", "no")
 NEVER = {
@@ -20,6 +30,7 @@ NEVER = {
     "groups of experts": ("no",),
     "query latent": ("no",),
     "qkv_bias": ("no",),
+    "partial rotary": ("no",),
     "heads divide the width": ANY,
 }
 PLAIN = {
@@ -47,70 +58,6 @@ SIGMOID = {
 }
 BASIC = {"hidden_act": "silu", "attention_bias": False}
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "attention_bias": False, "hidden_act": "silu"}
-
-
-def route_scale(model: ModelConfig) -> float:
-    """Return the factor that routed experts take over where a class has none."""
-    return model.moe.route_scale
-
-
-def twice_if_ungated(model: ModelConfig) -> float:
-    """Return 2 for a shared expert whose gate is written as zeros, a sigmoid of 1/2."""
-    return 1.0 if model.moe.shared_gate else 2.0
-
-
-def ungated(model: ModelConfig) -> bool:
-    """Return whether a shared expert has no gate."""
-    return not model.moe.shared_gate
-
-
-def unshared(model: ModelConfig) -> bool:
-    """Return whether there is no shared expert."""
-    return not model.moe.num_shared
-
-
-FOLDED = {
-    "mlp.experts.{e}.down_proj.weight": Change(scale=route_scale),
-    "mlp.experts.down_proj": Change(scale=route_scale),
-}
-GATED_SHARED = {**FOLDED, "mlp.shared_experts.down_proj.weight": Change(scale=twice_if_ungated)}
-GATE = Zeros("E", "mlp.shared_expert_gate.weight", lambda model: (1, model.dim), ungated)
-PADDED = {
-    "mlp.shared_experts.gate_proj.weight": Change(pad="rows"),
-    "mlp.shared_experts.up_proj.weight": Change(pad="rows"),
-    "mlp.shared_experts.down_proj.weight": Change(pad="columns"),
-}
-EMPTY = (
-    *(
-        Zeros("E", f"mlp.shared_experts.{name}.weight", lambda model: (0, model.dim), unshared)
-        for name in ("gate_proj", "up_proj")
-    ),
-    Zeros("E", "mlp.shared_experts.down_proj.weight", lambda model: (model.dim, 0), unshared),
-)
-ONE_SHARED = (("shared_experts.", "shared_expert."),)
-FROM_ZERO = Change(shift=-1.0)  # a norm there multiplies by 1 + weight
-INTO_PAIRS = {
-    f"self_attn.indexer.{name}": Change(order="index_pairs")
-    for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias")
-}
-# Where a folder's `rope_interleave` is false.
-IN_HALVES = {
-    "self_attn.q_proj.weight": Change(order="rotated_last"),
-    "self_attn.q_b_proj.weight": Change(order="rotated_last"),
-    "self_attn.kv_a_proj_with_mqa.weight": Change(order="rotated_key"),
-}
-GRANITE_EXPERTS = (
-    HFTensor("block_sparse_moe.router.layer.weight", ("router.weight",)),
-    HFTensor("block_sparse_moe.input_linear.weight", ("experts.w1", "experts.w3"), "each_expert"),
-    HFTensor("block_sparse_moe.output_linear.weight", ("experts.w2",)),
-    HFTensor("shared_mlp.input_linear.weight", ("shared.w1.weight", "shared.w3.weight")),
-    HFTensor("shared_mlp.output_linear.weight", ("shared.w2.weight",)),
-)
-# Experts as transformers holds them in memory; import takes them where a folder has them.
-STACKED_EXPERTS = (
-    HFTensor("mlp.experts.gate_up_proj", ("experts.w1", "experts.w3"), "each_expert"),
-    HFTensor("mlp.experts.down_proj", ("experts.w2",)),
-)
 DEEPSEEK = (
     *COMMON,
     keys.MLA,
@@ -286,10 +233,12 @@ CLASSES = (
             "shared expert": ("plain", "gated"),
             "qk_norm": ("yes",),
             "Gated DeltaNet": ANY,
+            "partial rotary": ANY,
         },
         (
             *COMMON,
             keys.GQA,
+            keys.PARTIAL,
             DENSE,
             keys.experts("num_experts"),
             keys.SOFTMAX_ORDER,
@@ -297,7 +246,7 @@ CLASSES = (
             keys.DELTA,
             keys.TYPED,
         ),
-        {**BASIC, "partial_rotary_factor": 1.0},
+        BASIC,
         {
             **DEFAULTS, "partial_rotary_factor": 0.25, "norm_topk_prob": True, "head_dim": 256,
             "decoder_sparse_step": 1, "full_attention_interval": 4,
@@ -319,10 +268,11 @@ CLASSES = (
     HFClass(
         "Glm4MoeForCausalLM",
         "glm4_moe",
-        {**PLAIN, **SIGMOID, "qk_norm": ANY, "qkv_bias": ANY},
+        {**PLAIN, **SIGMOID, "qk_norm": ANY, "qkv_bias": ANY, "partial rotary": ANY},
         (
             *COMMON,
             keys.GQA,
+            keys.PARTIAL,
             keys.HEAD_NORMS,
             keys.bias("attention_bias"),
             DENSE,
@@ -333,7 +283,7 @@ CLASSES = (
             keys.LEADING,
         ),
         {
-            "hidden_act": "silu", "partial_rotary_factor": 1.0, "norm_topk_prob": True,
+            "hidden_act": "silu", "norm_topk_prob": True,
             "num_nextn_predict_layers": 0,
         },
         {

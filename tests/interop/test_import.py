@@ -122,6 +122,19 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "glm4_published": (
+        "Glm4Moe",
+        {
+            **COMMON,
+            **ROUTED,
+            "n_routed_experts": 8,
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_mtp_layers": 0,
+        },
+        {},
+    ),
     "deepseek_v2": (
         "DeepseekV2",
         {**DEEPSEEK, "n_group": None, "topk_group": None, "n_shared_experts": 1},
@@ -197,7 +210,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", ["llama_yarn", "llama3", "deepseek_v3_yarn", "glm4", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama_yarn", "llama3", "deepseek_v3_yarn", "glm4", "glm4_published", "mixtral"]
+)
 def test_keys_of_version_4_alone(name: str, tmp_path: Path) -> None:
     theirs = saved(name, tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
@@ -228,7 +243,6 @@ LLAMA = {**COMMON, "model_type": "llama", "rms_norm_eps": 1e-6}
 GLM = {
     **{**LLAMA, **ROUTED, "model_type": "glm4_moe"},
     "n_routed_experts": 8,
-    "partial_rotary_factor": 1.0,
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope": ({"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "rope_type=dynamic"),
@@ -254,8 +268,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 3},
         "layer_types=sliding_attention",
     ),
-    "partial": ({**GLM, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    "partial by default": ({**GLM, "partial_rotary_factor": None}, "partial_rotary_factor="),
+    "partial": ({**GLM, "rope_scaling": YARN}, "partial_rotary_factor=0.5"),
     "mscale": (
         {
             **DEEPSEEK,

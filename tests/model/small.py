@@ -84,6 +84,7 @@ def variants() -> dict[str, ModelConfig]:
             attention=replace(
                 base.attention,
                 qkv_bias=True,
+                rope_fraction=0.5,
                 max_seq_len=64,
                 yarn=YarnConfig(4, 8.0, beta_fast=4, beta_slow=1, mscale=0.0, ramp="turns"),
             ),

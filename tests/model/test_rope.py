@@ -45,6 +45,15 @@ def test_angles_are_exact_far_out_and_never_narrow() -> None:
         assert abs(got[pair, 1].item() - math.sin(angle)) < 1e-7
 
 
+def test_a_part_of_a_head_turns_as_a_head_of_its_own_and_the_rest_stands_still() -> None:
+    docs, x = packed(), noise(2, 23, 3, 16)
+    table = rope.rotary_table(docs, 16, replace(GQA, rope_fraction=0.375), torch.float64)
+    own = rope.rotary_table(docs, 6, GQA, torch.float64)
+    got = rope.rotate(x, table)
+    close(got[..., :6], rope.rotate(x[..., :6], own))
+    assert torch.equal(got[..., 6:], x[..., 6:])
+
+
 def test_yarn_keeps_fast_pairs_and_stretches_slow_ones() -> None:
     yarn = YarnConfig(original_seq_len=4096, factor=40.0)
     plain = rope.inverse_frequencies(64, replace(MLA, rope_theta=1e4))

@@ -33,6 +33,7 @@ def checks(config: Config) -> Iterator[ConfigError]:
                 _even(a.qk_rope_head_dim),
             )
         gqa_only = {"qk_norm": a.qk_norm, "softcap": a.softcap, "qkv_bias": a.qkv_bias}
+        gqa_only["rope_fraction"] = a.rope_fraction < 1
         for name in (name for name, value in gqa_only.items() if value):
             yield config_error(
                 f"model.attention.{name}",
@@ -68,6 +69,14 @@ def checks(config: Config) -> Iterator[ConfigError]:
             a.head_dim,
             "rotary pairs need an even number",
             _even(a.head_dim),
+        )
+    elif int(a.head_dim * a.rope_fraction) % 2 or a.head_dim * a.rope_fraction < 2:
+        yield config_error(
+            "model.attention.rope_fraction",
+            a.rope_fraction,
+            f"rotary pairs need an even number of dims, of {a.head_dim} it takes "
+            f"{int(a.head_dim * a.rope_fraction)}",
+            "use model.attention.rope_fraction=1",
         )
 
 

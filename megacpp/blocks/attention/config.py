@@ -64,6 +64,9 @@ class AttentionConfig:
     )
     head_dim: int = setting(64, "Width of a head of gqa; even.", "dims", at_least=2, at_most=MANY)
     rope_theta: float = setting(500_000.0, "Base of the rotary frequencies.", above=0)
+    rope_fraction: float = setting(
+        1.0, "Rotated part of a query or key head of gqa; the first dims.", above=0, at_most=1
+    )
     qk_norm: bool = setting(False, "Normalise queries and keys of gqa.")
     qkv_bias: bool = setting(False, "Add a bias to queries, keys and values of gqa.")
     softcap: float | None = setting(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.blocks.attention.config import AttentionConfig, YarnConfig
@@ -20,15 +21,19 @@ from megacpp.model.fp32 import wide
 def inverse_frequencies(
     dim: int, config: AttentionConfig, device: torch.device | str | None = None
 ) -> Tensor:
-    """Radians per position of each pair, fp64 `[P]`: theta^(-2i / dim), perhaps stretched."""
-    pair_P = torch.arange(dim // 2, dtype=torch.float64, device=device)
-    frequency_P = config.rope_theta ** (-2.0 * pair_P / dim)
-    yarn = _active_yarn(config)
-    if yarn is None:
-        return frequency_P
-    from megacpp.blocks.attention.stretch import stretched
+    """Radians per position of each pair, fp64 `[P]`: theta^(-2i / dim), perhaps stretched.
 
-    return stretched(frequency_P, dim, config.rope_theta, yarn)
+    Pairs behind the rotated part of a head stand still: their dims aren't counted in `dim` above.
+    """
+    turned = int(dim * config.rope_fraction)
+    pair_P = torch.arange(turned // 2, dtype=torch.float64, device=device)
+    frequency_P = config.rope_theta ** (-2.0 * pair_P / turned)
+    yarn = _active_yarn(config)
+    if yarn is not None:
+        from megacpp.blocks.attention.stretch import stretched
+
+        frequency_P = stretched(frequency_P, turned, config.rope_theta, yarn)
+    return F.pad(frequency_P, (0, (dim - turned) // 2))
 
 
 def softmax_scale(dim: int, config: AttentionConfig) -> float:
