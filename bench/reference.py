@@ -46,6 +46,7 @@ FILES = {
     "monitor.token": ("megacpp/run/monitor.py", "token of the HTTP monitor"),
     "tensorboard/*": ("megacpp/run/sinks.py", "events for TensorBoard"),
     "wandb/*": ("megacpp/run/sinks.py", "records of Weights & Biases"),
+    "uploaded.json": ("megacpp/state/remote.py", "the newest checkpoint at `checkpoint.remote`"),
     "checkpoints/latest": (
         "megacpp/state/published.py",
         "name and digest of the newest checkpoint",

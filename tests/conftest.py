@@ -1,9 +1,12 @@
 import gc
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["COLUMNS"] = "80"  # what is printed doesn't depend on whose terminal runs the tests
@@ -60,3 +63,45 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     return out
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[dict[str, str]]:
+    """Environment of a client of an S3 API, served by a process of its own."""
+    if not all(importlib.util.find_spec(name) for name in ("moto", "flask", "s3fs")):
+        pytest.skip("needs moto's server and s3fs")
+    serve = (
+        "from moto.server import ThreadedMotoServer as Server; server = Server(port=0);"
+        "server.start(); print('at', *server.get_host_and_port(), flush=True); input()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", serve],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    host, port = next(line for line in process.stdout if line.startswith("at ")).split()[1:]
+    names = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"
+    yield {
+        **dict.fromkeys(names, "us-east-1"),
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "NO_PROXY": "*",
+    }
+    process.communicate("\n")
+
+
+def make_bucket(name: str, s3: Mapping[str, str]) -> Any:
+    """Return boto3's client of the S3 API, after it has made a bucket."""
+    import boto3
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=s3["AWS_ENDPOINT_URL"],
+        region_name="us-east-1",
+        aws_access_key_id="a",
+        aws_secret_access_key="b",
+    )
+    client.create_bucket(Bucket=name)
+    return client

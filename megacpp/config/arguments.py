@@ -5,7 +5,6 @@ Unknown flags and unreadable values are errors of one line. No torch import.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import sys
@@ -22,12 +21,13 @@ from megacpp.config.file import ConfigFile, read_config_file
 from megacpp.config.help import run_help
 from megacpp.config.presets import preset
 from megacpp.config.recompute_flags import FALSE, TRUE, translate
+from megacpp.config.saved import saved_tokens
 from megacpp.config.schema import Config
 from megacpp.config.settings import MISSING, field_name, flag_name, settings_of
 from megacpp.config.settings import flatten as flatten
 from megacpp.config.values import read_value as read_value
 from megacpp.config.values import suggestion, utf8_words
-from megacpp.errors import CheckpointError, ConfigError, MegacppError, config_error, shortened
+from megacpp.errors import ConfigError, MegacppError, config_error, shortened
 from megacpp.outcome import end_with_launcher, note, wait_quietly
 from megacpp.terminal.screen import NOBODY_READS, nobody_reads, show_any_text
 
@@ -185,17 +185,9 @@ def _as_saved(config: Config, world_size: int) -> tuple[Config, list[str]]:
     train, folder = config.train, Path(config.run.dir.replace("{preset}", config.preset))
     if train.tokens_per_step or train.grad_accum or config.checkpoint.resume != "auto":
         return config, []
-    from megacpp.state.published import candidates, read_extra
-
-    found = candidates(folder / "checkpoints")
-    for path in found if config.checkpoint.damaged == "older" else found[:1]:
-        with contextlib.suppress(CheckpointError, KeyError):  # damage is reported on resume
-            tokens = read_extra(path)["tokens_per_step"]
-            break
-    else:
-        return config, []
+    tokens, path = saved_tokens(config, folder)
     per_micro = train.device_batch_size * config.data.seq_len
-    if tokens == per_micro * batch_ranks(config.mesh, world_size):
+    if tokens in (0, per_micro * batch_ranks(config.mesh, world_size)):
         return config, []
     train = dataclasses.replace(train, tokens_per_step=tokens)
     note = f"train.tokens_per_step = {tokens} of {path}"

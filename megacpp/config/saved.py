@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megacpp.config.model import ModelConfig
 from megacpp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megacpp.config.schema import Config
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,6 +40,29 @@ def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
         if isinstance(value, Mapping) and isinstance(given.get(key), Mapping):
             found[key] = _merged(value, given[key])
     return found
+
+
+def saved_tokens(config: Config, folder: Path) -> tuple[int, object]:
+    """Return the tokens per step of the checkpoint that a run goes on from, and its name; or 0.
+
+    Args:
+        config: configuration as written.
+        folder: run folder.
+
+    Raises:
+        ConfigError: `checkpoint.remote` can't be read.
+    """
+    from megacpp.state.published import candidates, read_extra
+    from megacpp.state.remote import newer_extra, url_of
+    from megacpp.urls import is_url
+
+    if is_url(url_of(config)) and (found := newer_extra(config, folder)):
+        return found[1].get("tokens_per_step", 0), found[0]
+    here = candidates(folder / "checkpoints")
+    for path in here if config.checkpoint.damaged == "older" else here[:1]:
+        with contextlib.suppress(CheckpointError, KeyError):  # damage is reported on resume
+            return read_extra(path)["tokens_per_step"], path
+    return 0, folder
 
 
 def _dataclass(cls: Any, values: Any, where: str) -> Any:

@@ -28,6 +28,9 @@ class CheckpointConfig:
     damaged: Literal["stop", "older"] = setting(
         "stop", "A damaged checkpoint at the start: stop, or go on from the newest sound one."
     )
+    remote: str = setting(
+        "", "URL that saves are copied to, and that an empty run folder goes on from (empty: none)."
+    )
     init: str = setting(
         "",
         "Weights to start from: a run, final/, a checkpoint, a Hugging Face folder (empty: none).",

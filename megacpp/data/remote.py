@@ -11,7 +11,6 @@ import fcntl
 import fnmatch
 import hashlib
 import re
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ from typing import Any
 from megacpp.data.files import RECORD_SUFFIXES
 from megacpp.errors import DataError
 from megacpp.home import cache_folder
+from megacpp.urls import ATTEMPTS, NoStoreError, one_line, open_store, retried
 
 TAKEN = (*RECORD_SUFFIXES, ".txt", ".md")  # without --globs
 PIECE_BYTES = 1 << 20
 MOST_BYTES = 16 << 30  # of the cache, besides the file that is read and the next
-ATTEMPTS, WAIT_S = 5, 1.0  # of a download; the wait doubles
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,7 @@ class RemoteFiles:
         return path
 
     def _download(self, file: RemoteFile, part: Any) -> None:
-        error: Exception | None = None
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                time.sleep(WAIT_S * 2 ** (attempt - 1))
+        def attempt() -> None:
             part.seek(0, 2)
             try:
                 with self.system.open(file.name, "rb") as there:
@@ -101,18 +97,18 @@ class RemoteFiles:
                         part.write(piece)
                 part.flush()
                 _compare(file, Path(part.name))
-                return
-            except WrongBytesError as wrong:
-                error = wrong
+            except (WrongBytesError, ValueError):  # a server that can't begin in the middle
                 part.truncate(0)
-            except Exception as broken:  # each file system has errors of its own
-                error = broken
-                if isinstance(broken, ValueError):  # a server that can't begin in the middle
-                    part.truncate(0)
-        raise DataError(
-            f"source={self.url}: {file.name} can't be fetched in {ATTEMPTS} attempts "
-            f"({_words(error)}). Fix: check network and rights, and start again: what came is kept."
-        )
+                raise
+
+        try:
+            retried(attempt)
+        except Exception as error:  # each file system has errors of its own
+            raise DataError(
+                f"source={self.url}: {file.name} can't be fetched in {ATTEMPTS} attempts "
+                f"({one_line(error)}). Fix: check network and rights, and start again: what came "
+                "is kept."
+            ) from None
 
 
 class WrongBytesError(Exception):
@@ -138,11 +134,6 @@ def _compare(file: RemoteFile, part: Path) -> None:
             raise WrongBytesError(f"MD5 {found}, announced {file.tag}")
 
 
-def is_url(source: str) -> bool:
-    """Return whether a source is a URL and no path."""
-    return re.match(r"[a-z][a-z0-9+.-]*://", source) is not None
-
-
 def remote_files(url: str, globs: Sequence[str] = ()) -> RemoteFiles:
     """List the files of a URL: one file, or a folder's record and text files.
 
@@ -153,23 +144,19 @@ def remote_files(url: str, globs: Sequence[str] = ()) -> RemoteFiles:
     Raises:
         DataError: no such protocol, package, file or right.
     """
-    import fsspec
-
-    protocol = url.partition("://")[0]
     try:
-        fsspec.get_filesystem_class(protocol)
-    except (ImportError, ValueError) as error:
-        raise DataError(
-            f"source={url}: {_words(error)}. Fix: pip install 'megacpp[remote]', or check the URL."
-        ) from None
-    try:
-        system, path = fsspec.core.url_to_fs(url)
+        system, path = open_store(url)
         found = [system.info(path)] if system.isfile(path) else []
         alone = bool(found)
         found = found or list(system.find(path, detail=True).values())
-    except Exception as error:  # each file system has errors of its own
+    except NoStoreError as error:
         raise DataError(
-            f"source={url}: can't be listed ({_words(error)}). Fix: check the URL and your rights."
+            f"source={url}: {error}. Fix: pip install 'megacpp[remote]', or check the URL."
+        ) from None
+    except Exception as error:  # each file system has errors of its own
+        words = one_line(error)
+        raise DataError(
+            f"source={url}: can't be listed ({words}). Fix: check the URL and your rights."
         ) from None
     below = len(path.rstrip("/")) + 1
     taken = [
@@ -195,11 +182,6 @@ def _wanted(name: str, below: str, globs: Sequence[str]) -> bool:
 def _tag(info: dict[str, Any]) -> str:
     keys = ("ETag", "etag", "md5Hash", "sha256", "blob_id", "LastModified", "mtime", "created")
     return next((str(info[key]).strip('"') for key in keys if info.get(key)), "")
-
-
-def _words(error: BaseException | None) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _evict(next_file: Path | None) -> None:

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megacpp.data.conversations import is_conversation, messages_of
 from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files
-from megacpp.data.remote import RemoteFiles, is_url, remote_files
+from megacpp.data.remote import RemoteFiles, remote_files
 from megacpp.errors import DataError, did_you_mean
+from megacpp.urls import is_url
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile

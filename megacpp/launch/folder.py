@@ -13,6 +13,7 @@ from megacpp.errors import DataError, config_error
 from megacpp.outcome import write_status
 from megacpp.run.lock import FILE, LEASE_S, take
 from megacpp.run.rank_store import RankStore
+from megacpp.state.remote import fetch_newer, url_of
 
 PATIENCE_S = 5.0  # wait for a network file system to show another node's file
 
@@ -67,6 +68,8 @@ def _claim(peers: RankStore, config: Config, token: Path) -> None:
             peers.lock.release()
         peers.lock = take(folder, config.run.force, wait_s)
         token.touch()
+        if url_of(config) and start_point(peers, config) == "auto":
+            fetch_newer(config)
         if config.run.monitor:
             from megacpp.run.monitor import serve  # a server, which few runs have
 

@@ -49,6 +49,8 @@ from megacpp.run.predicted import Prediction, check_mfu, foresee
 from megacpp.run.rank_store import RankStore
 from megacpp.run.sinks import check_sinks
 from megacpp.run.tasks import task_names
+from megacpp.state.remote import check_remote, remote_run, url_of
+from megacpp.state.training import TrainingState
 from megacpp.terminal.screen import check_folder
 
 
@@ -67,6 +69,9 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
         CheckpointError: tensors of the first weights aren't those of the model.
     """
     check_folder("run.dir", Path(resolved.config.run.dir))
+    with peers.agree("remote"):
+        if peers.rank == 0 and url_of(resolved.config):
+            check_remote(resolved.config, peers.restarted)
     with peers.agree("sources"):
         if os.environ.get("LOCAL_RANK", "0") == "0":  # a node may have disks of its own
             prepare_sources(resolved.config)
@@ -144,6 +149,17 @@ class PreparedLaunch:
     def open_folder(self) -> None:
         """Lock the run folder, which all ranks must see; every rank calls it (folder.py)."""
         open_folder(self.peers, self.config, self.corpus.fingerprint)
+
+    def open_uploads(self, state: TrainingState) -> None:
+        """Upload what is saved from now on, and what the run resumed from, on rank 0."""
+        if self.peers.rank == 0 and url_of(self.config):
+            from megacpp.state.uploads import Uploads
+
+            saves = self.config.checkpoint
+            uploads = Uploads(remote_run(self.config), saves.keep, saves.keep_every)
+            state.writer.uploads = uploads
+            if state.resumed is not None and state.resumed.parent == state.folder:
+                uploads.offer(state.resumed)
 
     def start_point(self) -> str:
         """Return `checkpoint.resume` of this start, once the run folder is open."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from megacpp.outcome import PEER_LOST, note, write_status
 from megacpp.run.hang import HangWatch
 from megacpp.run.rank_store import RankStore
 from megacpp.state.published import latest_checkpoint
+from megacpp.state.remote import url_of
 from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, nobody_reads
 
 DISK = 4  # the code of a checkpoint that can't be saved
@@ -41,6 +43,7 @@ OF_A_PEER = (
     "Application timeout caused pair closure",
 )
 TIMED_OUT = ("Timed out waiting", "wait timeout", "Watchdog caught collective operation timeout")
+UPLOAD_S = 15.0  # for the last upload after SIGTERM: launchers give 30 s in all
 PATIENCE_S = 2.0  # a rank that lost a peer waits for the peer's message
 NEXT = "Fix: start the same command again, it goes on from the last checkpoint."
 
@@ -69,12 +72,14 @@ def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> 
             finally:
                 if peers.writer is not None:
                     peers.writer.finish()
+        _uploaded(peers, resolved)
         sys.stdout.flush()
         _ended(peers, 0, "all steps are done")
         if "WORLD_SIZE" in os.environ:
             _leave(0)  # process groups aren't destroyed: no work is left that could fail
     except PreemptedError as left:
         line = f"{left}: {what_is_saved(resolved)}"
+        _uploaded(peers, resolved, UPLOAD_S)
         _ended(peers, left.exit_code, line)
         if first:
             print(line, file=sys.stderr)
@@ -232,6 +237,18 @@ def _ended(peers: RankStore | None, code: int, line: str) -> None:
         for stale in (peers.home / "failures").glob("*rank-*.txt"):  # of a start before this one
             stale.unlink(missing_ok=True)
     _free(peers)
+
+
+def _uploaded(peers: RankStore | None, resolved: Resolved, within_s: float = math.inf) -> None:
+    """Wait for the last upload of rank 0; a launcher would end it if another rank left before."""
+    if peers is None or peers.writer is None or not url_of(resolved.config):
+        return
+    if peers.writer.uploads is not None:
+        peers.writer.uploads.finish(Path(resolved.config.run.dir), within_s)
+        peers.tell("uploaded", True)
+    else:
+        with contextlib.suppress(Exception):  # the process that served the store has ended
+            peers.hear("uploaded")
 
 
 def _free(peers: RankStore | None) -> None:

@@ -94,6 +94,7 @@ class Records:
         folder, device = launch.folder, launch.device
         self.state, self.mfu, self.where, self.of_sum = state, mfu, where, of_sum
         launch.peers.writer, state.writer.stop = state.writer, self.stop
+        launch.open_uploads(state)
         self.log = MetricsLog(folder, config, state.step, rank == 0)
         self.rewinds = Rewinds(folder, config, state, self.health, self.log, rank == 0)
         self.copies = Digests(folder, state.tensors, config, device)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from megacpp.dtensor import is_dtensor
 from megacpp.state.agreement import is_distributed
+
+if TYPE_CHECKING:
+    from megacpp.state.uploads import Uploads
 
 LONG = timedelta(days=1)  # a rank may wait so long for the slowest disk
 
@@ -32,10 +36,12 @@ class SaveThread:
 
     Attributes:
         stop: request to leave after a step, made by a failed save; None outside of a run.
+        uploads: uploads of what is saved; None: there are none, or another rank has them.
     """
 
     def __init__(self) -> None:
         self.stop: HasHeard | None = None
+        self.uploads: Uploads | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._group: dist.ProcessGroup | None = None
@@ -59,6 +65,17 @@ class SaveThread:
         assert self._thread is None
         self._thread = threading.Thread(target=self._run, args=(write,), name="save")
         self._thread.start()
+
+    @property
+    def held(self) -> frozenset[Path]:
+        """Checkpoints that an upload still reads."""
+        return self.uploads.held if self.uploads else frozenset()
+
+    def saved(self, path: Path) -> Path:
+        """Offer a published checkpoint to the uploads, and return it."""
+        if self.uploads:
+            self.uploads.offer(path)
+        return path
 
     def finish(self) -> None:
         """Wait for the save in flight and raise nothing: another error is being reported."""

@@ -17,7 +17,7 @@ import json
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ def save_checkpoint(
     keep_every: int = 0,
     rng: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
+    spare: Collection[Path] = (),
 ) -> Path:
     """Save a checkpoint as `folder/step-<step>`; every rank calls it and waits for the last one.
 
@@ -87,6 +88,7 @@ def save_checkpoint(
         keep_every: checkpoints of steps that it divides are never deleted (0: none).
         rng: generator states of this rank (None: those of now).
         group: all ranks in a process group of their own; None: the default one.
+        spare: checkpoints that are not deleted now: something reads them.
 
     Raises:
         CheckpointError: the disk is full or not writable; raised on every rank, older checkpoints
@@ -117,7 +119,7 @@ def save_checkpoint(
                 hashes = {name: entry for files, *_ in everyone for name, entry in files.items()}
                 state = {"extra": extra, "rng": [rng for *_, rng in everyone]}
                 _finish(pending, step, whole, hashes, state)
-                _publish(pending, final, step, keep, keep_every)
+                _publish(pending, final, step, keep, keep_every, spare)
     except CheckpointError:
         if rank == 0:
             shutil.rmtree(pending, ignore_errors=True)
@@ -282,7 +284,9 @@ def _finish(
     write_manifest(pending, Manifest("checkpoint", step, world_size, whole.entries, files))
 
 
-def _publish(pending: Path, final: Path, step: int, keep: int, keep_every: int) -> None:
+def _publish(
+    pending: Path, final: Path, step: int, keep: int, keep_every: int, spare: Collection[Path]
+) -> None:
     """Publish the folder, update `latest`, and only then delete older checkpoints."""
     publish_folder(pending, final)
     write_text(final.parent / LATEST, latest_text(final.name))
@@ -295,7 +299,7 @@ def _publish(pending: Path, final: Path, step: int, keep: int, keep_every: int) 
     for path in others if keep else []:
         if sound < keep:
             sound += is_sound(path)
-        elif not keep_every or step_of(path) % keep_every:
+        elif path not in spare and (not keep_every or step_of(path) % keep_every):
             remove_folder(path)
 
 

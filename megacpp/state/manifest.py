@@ -125,6 +125,18 @@ def read_manifest(folder: Path, kind: str) -> Manifest:
         if path.stat().st_size > MOST_BYTES:
             raise DamagedError(f"{path}: is over {MOST_BYTES:,} bytes, no manifest is")
         raw = path.read_bytes()
+    except UNREADABLE:
+        raise DamagedError(f"{path}: is unreadable (truncated or corrupt)") from None
+    return parse_manifest(path, raw, kind)
+
+
+def parse_manifest(path: Path | str, raw: bytes, kind: str) -> Manifest:
+    """Return the manifest in the content of a file; `path` names it in errors.
+
+    Raises:
+        DamagedError: unreadable, changed, of another version or kind.
+    """
+    try:
         content = json.loads(raw)
         del content["sha256"]
         version = content["version"]

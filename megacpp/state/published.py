@@ -48,13 +48,18 @@ def candidates(folder: Path) -> list[Path]:
 
     Later steps than `latest` belong to a course of the run that was given up.
     """
-    found = published(folder)
-    named = _named(folder)
-    if named is None or named not in found:
-        return found
-    top = step_of(named)
-    found.sort(key=lambda path: (path == named, step_of(path) <= top, step_of(path)), reverse=True)
-    return found
+    return in_order(published(folder), _named(folder))
+
+
+def in_order(found: list[Path], named: Path | None) -> list[Path]:
+    """Return checkpoints in the order in which a run would take them, as `candidates` has them."""
+    top = step_of(named) if named is not None and named in found else None
+
+    def order(path: Path) -> tuple[bool, bool, int, bool]:
+        step = step_of(path)
+        return top is not None and path == named, top is None or step <= top, step, not path.suffix
+
+    return sorted(found, key=order, reverse=True)
 
 
 def published(folder: Path) -> list[Path]:
@@ -164,11 +169,17 @@ def _named(folder: Path) -> Path | None:
     try:
         if not path.is_file() or path.stat().st_size > 100:
             return None
-        name, *digest = path.read_text().split()
+        name = name_in(path.read_text())
     except (OSError, ValueError):
         return None
+    return folder / name if name else None
+
+
+def name_in(text: str) -> str:
+    """Return the name that the text of `latest` has; empty: it is damaged."""
+    name, *digest = text.split() or [""]
     sound = STEP.fullmatch(name) and digest in ([], [_digest(name)])  # once without a digest
-    return folder / name if sound else None
+    return name if sound else ""
 
 
 def _digest(name: str) -> str:

@@ -179,12 +179,13 @@ class TrainingState:
         }
         if self.loader is not None:
             extra["rows"] = self.loader.position
-        every = self.config.checkpoint.keep_every
-        if not (behind and self.config.checkpoint.async_):
-            return save_checkpoint(self.folder, self.step, tensors, extra, keep, every)
-        copies, state, group = host_copies(tensors), copy.deepcopy(extra), self.writer.group
-        given = self.folder, self.step, copies, state, keep, every, rng_state(), group
-        self.writer.start(lambda: save_checkpoint(*given))
+        every, writer, group = self.config.checkpoint.keep_every, self.writer, None
+        if behind := behind and self.config.checkpoint.async_:
+            tensors, extra, group = host_copies(tensors), copy.deepcopy(extra), writer.group
+        given = self.folder, self.step, tensors, extra, keep, every, rng_state(), group, writer.held
+        if not behind:
+            return writer.saved(save_checkpoint(*given))
+        writer.start(lambda: writer.saved(save_checkpoint(*given)))
         return path_of(self.folder, self.step)
 
     def resume(self, source: str) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from megacpp import urls
 from megacpp.data import remote
 from megacpp.data.prepare import ensure_corpus
 from megacpp.data.sources import find_source, read_items
 from megacpp.data.spec import CorpusSpec
 from megacpp.errors import DataError
+from tests.conftest import make_bucket
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -28,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGACPP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "WAIT_S", 0.0)
+    monkeypatch.setattr(urls, "WAIT_S", 0.0)
 
 
 @pytest.fixture
@@ -53,22 +55,6 @@ def there(folder: Path) -> Iterator[str]:
     system.rm("/texts", recursive=True)
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[dict[str, str]]:
-    """Environment of a client of an S3 API on this machine."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
-    pytest.importorskip("s3fs")
-    server.start()
-    host, port = server.get_host_and_port()
-    names = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"
-    yield {
-        **dict.fromkeys(names, "us-east-1"),
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "NO_PROXY": "*",
-    }
-    server.stop()
-
-
 def texts(url: str) -> list[str | None]:
     return [document.text for document in read_items(find_source(url))]
 
@@ -83,13 +69,7 @@ def test_a_bucket_gives_the_corpus_of_the_folder(
     folder: Path, s3: dict[str, str], tmp_path: Path
 ) -> None:
     """The command against a real API: reads MD5s from ETags, and a second time fetches nothing."""
-    import boto3
-
-    client = boto3.client(
-        "s3", endpoint_url=s3["AWS_ENDPOINT_URL"], region_name="us-east-1",
-        aws_access_key_id="a", aws_secret_access_key="b",
-    )  # fmt: skip
-    client.create_bucket(Bucket="corpora")
+    client = make_bucket("corpora", s3)
     for path in (p for p in folder.rglob("*") if p.is_file()):
         client.upload_file(str(path), "corpora", f"texts/{path.relative_to(folder)}")
     out, sizes = tmp_path / "from_s3", []

@@ -27,6 +27,7 @@ from megacpp.errors import ConfigError, config_error
 from megacpp.kernels.selection import kernel_rules
 from megacpp.model.regions import compiled_budget
 from megacpp.model.stages import chunk_rules, enough_microbatches, pipeline_rules
+from megacpp.urls import is_url
 
 Rules = Callable[[Config, int], Iterator[ConfigError]]
 SIZES = ("model.", "mesh.", "run.", "data.", "train.", "precision.fp8_ends")
@@ -87,6 +88,12 @@ def _ranges(config: Config) -> Iterator[ConfigError]:
     for key, value in flatten(config).items():
         if key in settings and (error := settings[key].broken(value)):
             yield error
+
+
+def _remote(config: Config) -> Iterator[ConfigError]:
+    if (url := config.checkpoint.remote) and not is_url(url):
+        fix = f"use checkpoint.remote=file://{url}" if url.startswith("/") else "give a URL"
+        yield config_error("checkpoint.remote", url, "is no URL such as s3://bucket/run", fix)
 
 
 def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
@@ -337,6 +344,7 @@ RULES: dict[str, Rules] = {
     "moments": _alone(_adamw_state),
     "kernels": _alone(kernel_rules),
     "recompute": _alone(recompute_rules),
+    "remote": _alone(_remote),
     "fp8": _fp8,
     "sparse": _alone(sparse_rules),
 }
