@@ -3,9 +3,10 @@
     python bench/recompute.py tiny
     python bench/recompute.py dense_4m --compiled
 
-Every choice of bench/choices.py takes a step in turn, so that all see the same machine; bytes are
-those of tensors, counted operator by operator on the same step (checkpointing/tracing/meter.py).
-Ratios are to keeping all. On a GPU the same command measures the GPU.
+Every choice of megacpp/lessons/recompute.py takes a step in turn, so that all see the same machine.
+Bytes are those of tensors, counted operator by operator on the same step
+(checkpointing/tracing/meter.py). Ratios are to keeping all. On a GPU the same command measures the
+GPU.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from bench.choices import CHOICES, COMPILED, KEEP_ALL, RecomputeSetup
 from bench.shapes import names, shape
 from bench.step import Trainer
 from checkpointing.tracing.meter import Meter
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config
+from megacpp.lessons.recompute import CHOICES, COMPILED, KEEP_ALL, RecomputeSetup
 from parallel.mesh import World
 from parallel.start import pick_device
 

@@ -3,9 +3,9 @@
     python bench/step.py dense_4m --compare plain
     torchrun --standalone --nproc-per-node=2 bench/step.py dense_4m
 
-With `--compare plain` megacpp and the plain loop of bench/plain.py take turns, step by step, in
-one process, so that both see the same machine; peak memory is measured in a process of its own
-for each. Shapes: bench/shapes.py; any preset works without `--compare`.
+With `--compare plain` megacpp and the plain loop of megacpp/lessons/plain.py take turns, step by
+step, in one process, so that both see the same machine; peak memory is measured in a process of its
+own for each. Shapes: bench/shapes.py; any preset works without `--compare`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.plain import PlainTrainer
 from bench.shapes import names, shape
 from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
+from megacpp.lessons.plain import PlainTrainer
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from megacpp.lessons import ranks
 from parallel.boundary import AccumulationBoundary
-from tests import ranks
 from tests.launch import forked, watched
 from tests.test_run import ADAMW, SMALL
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -13,7 +12,8 @@ from megacpp.blocks.ngram.config import NgramConfig
 from megacpp.config.checks.every import broken
 from megacpp.config.checks.mesh import mesh_rules, resolve_mesh, tensor_dims
 from megacpp.config.presets import PRESETS, preset
-from megacpp.config.schema import Config, MeshConfig
+from megacpp.config.schema import MeshConfig
+from megacpp.lessons.models import config_of
 
 # preset, world, mesh, other settings -> what the line says
 CASES = [
@@ -130,20 +130,6 @@ CASES = [
     ),
     ("tiny", 6, {"pp": 3, "tp": 2, "cp": 2}, {}, "Fix: use --mesh.tp 1, or start 12 ranks."),
 ]
-
-
-def config_of(name: str, mesh: dict[str, object], others: dict[str, object]) -> Config:
-    config = dataclasses.replace(preset(name), mesh=MeshConfig(**mesh))  # type: ignore[arg-type]
-    for key, value in others.items():
-        *sections, field = key.split(".")
-        parts = [config]
-        for section in sections:
-            parts.append(getattr(parts[-1], section))
-        changed = dataclasses.replace(parts[-1], **{field: value})
-        for part, section in zip(parts[-2::-1], reversed(sections), strict=True):
-            changed = dataclasses.replace(part, **{section: changed})
-        config = changed
-    return config
 
 
 @pytest.mark.parametrize(("name", "world", "mesh", "others", "words"), CASES)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests import ranks
+from megacpp.lessons import ranks
 from tests.ranks import RankError, RankTimeoutError, run_ranks
 
 

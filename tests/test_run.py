@@ -19,19 +19,10 @@ import pytest
 
 from megacpp.launch.record import all_versions
 from megacpp.launch.schema import SCHEMA
+from megacpp.lessons.launch import ADAMW, SMALL
 from megacpp.report.files import read_launch
 from tests.launch import ROOT, Done, forked, started
 
-SMALL = (
-    "--model.dim 32 --model.depth 5 --model.pattern AMERF --model.vocab-size 400"
-    " --model.attention.num-heads 2 --model.attention.num-kv-heads 1"
-    " --model.attention.head-dim 16 --model.mamba3.headdim 16 --model.mamba3.d-state 8"
-    " --model.mamba3.chunk-size 16 --model.m2rnn.key-dim 8 --model.m2rnn.value-dim 8"
-    " --model.moe.num-experts 4 --model.moe.hidden-dim 32 --model.moe.shared-hidden-dim 32"
-    " --model.mlp.hidden-dim 64 --data.seq-len 48 --run.steps 20 --run.eval-rows 23"
-    " --run.sample-tokens 8 --checkpoint.every 10 --checkpoint.keep 0"
-).split()
-ADAMW = ["--optim.name", "adamw", "--precision.dtype", "fp64"]
 KEYS = {
     "step", "loss", "bits_per_byte", "grad_norm", "lr", "tokens", "valid_tokens",
     "tokens_per_s", "step_s", "peak_bytes", "grad_accum", "nonfinite", "skipped",

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.choices import CHOICES, KEEP_ALL, RecomputeSetup
 from bench.gpu.clock import fresh, median_s
 from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import hybrid, ready
@@ -14,13 +13,14 @@ from bench.gpu.steps import GIB
 from bench.recompute import fits, memory
 from bench.step import Trainer
 from megacpp.config.schema import Config
+from megacpp.lessons.recompute import CHOICES, KEEP_ALL, RecomputeSetup
 from parallel.mesh import World
 
 NAME = "hybrid, 13 layers"
 
 
 def recompute(record: GpuRecord, wanted: list[str]) -> None:
-    """Measure one model under every setup of bench/choices.py, and mark the Pareto front."""
+    """Measure one model under every setup of lessons/recompute.py, and mark the Pareto front."""
     config = ready(hybrid(13), record.tiny)
     for choice in CHOICES[:: 3 if record.tiny else 1]:
         if wanted and choice.name not in wanted:

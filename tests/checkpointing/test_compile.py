@@ -9,7 +9,6 @@ Legend: B rows, T tokens, D model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -40,12 +39,12 @@ from megacpp.config.schema import (
     KEEP,
     Config,
     MeshConfig,
-    ModelConfig,
     PrecisionConfig,
     TrainConfig,
 )
 from megacpp.data.batches import Batch
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels, set_kernels
+from megacpp.lessons.kept import WIDE, kept_bytes, pair
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
@@ -65,16 +64,6 @@ CPU = torch.device("cpu")
 ONE = World(0, 1, CPU)
 LETTERS = "AMERFAF"
 B, T = 4, 12
-
-
-def pair(model: ModelConfig, budget: float) -> tuple[HybridLM, HybridLM, Compiled]:
-    """Return a model and the same model compiled."""
-    config = Config(model=model, precision=PrecisionConfig("fp64"))
-    found: list[Compiled] = []
-    compiled = build_model(
-        config, ONE, lambda m: found.append(compile_blocks(m, "aot_eager", budget))
-    )
-    return build_model(config, ONE), compiled, found[0]
 
 
 def backward(model: HybridLM, batch: Batch, docs: Documents) -> None:
@@ -208,36 +197,6 @@ def test_attention_that_looks_at_other_ranks_stays_eager() -> None:
 # ---- bytes --------------------------------------------------------------------------------------
 
 BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.0)
-WIDE = replace(
-    small("AFF"),
-    dim=64,
-    attention=replace(small().attention, head_dim=16, qk_norm=False),
-    mlp=MLPConfig(hidden_dim=256),
-)
-
-
-def kept_bytes(model: HybridLM, layer: int, x_BTD: Tensor, docs: Documents) -> int:
-    """Return the bytes that a block saves, without parameters and tensors that layers share."""
-    kept: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y_BTD = model.blocks[str(layer)](x_BTD, docs)
-    for t in (*model.parameters(), *remembered(docs)):
-        kept.pop(t.untyped_storage()._cdata, None)
-    y_BTD.sum().backward()
-    return sum(kept.values())
-
-
-def remembered(docs: Documents) -> Iterator[Tensor]:
-    for value in vars(docs)["_memo"].values():
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Documents):
-            yield from remembered(value)
 
 
 def test_what_a_block_keeps_follows_the_budget() -> None:

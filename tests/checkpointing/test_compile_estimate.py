@@ -20,12 +20,13 @@ from megacpp.config.schema import (
     PrecisionConfig,
     TrainConfig,
 )
+from megacpp.lessons.kept import ONE, WIDE, kept_bytes
 from megacpp.memory.block_trace import affine_weights, combined
 from megacpp.memory.estimate import _of_phase, estimate
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.traced import _exact, layer_parts, request_of, traced_kept
 from parallel.build import build_model
-from tests.checkpointing.test_compile import MODELS, ONE, WIDE, kept_bytes
+from tests.checkpointing.test_compile import MODELS
 from tests.memory.test_entries import SMALL
 from tests.model.small import small
 from tests.synthetic import ragged_batch

@@ -24,6 +24,7 @@ from megacpp.config.arguments import parse_run
 from megacpp.config.checks.every import check
 from megacpp.config.schema import Config, MeshConfig
 from megacpp.errors import ConfigError
+from megacpp.lessons.awake import awake
 from megacpp.memory.estimate import estimate
 from megacpp.state.checkpoint import load_checkpoint, save_checkpoint
 from megacpp.state.export import export_weights, gather_weights, load_exported
@@ -34,7 +35,6 @@ from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.mesh import World
 from parallel.simulate.dry_run import dry_run
-from tests.awake import awake
 from tests.checkpointing.fp8_cases import CPU, CPU_RUN, changed
 from tests.checkpointing.test_fp8_experts import expert_model
 from tests.parallel.parity import Run, batches_of, config_of, world_of

@@ -1,9 +1,10 @@
-"""Runs a chapter: every ```python block in one namespace, every ```output block must match.
+"""Run a chapter: every ```python block in one namespace, every ```output block must match.
 
     python tests/docs/run_chapter.py docs/05-mamba3.md [--update-docs]
 
 A python block that prints is followed by an output block with exactly what it printed. The
-working folder is a fresh temporary one.
+working folder is a fresh temporary one. A ```console block is a command of a checkout (`$ ...`) and
+what it prints.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import contextlib
 import io
 import os
 import re
+import shlex
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-FENCE = re.compile(r"^```(python|output)\n(.*?)^```\n", re.S | re.M)
+FENCE = re.compile(r"^```(python|output|console)\n(.*?)^```\n", re.S | re.M)
 ROOT = Path(__file__).parents[2]
 
 
@@ -43,6 +46,9 @@ def run_chapter(path: Path, update: bool = False) -> int:
                     )
                 printed = _execute(match[2], names, path, line)
                 continue
+            if match[1] == "console":
+                command, _, _ = match[2].partition("\n")
+                printed = f"{command}\n{_run(command.removeprefix('$ '))}"
             compared += 1
             if not update and printed != match[2]:
                 raise DriftError(f"{path.name}:{line}: shows\n{match[2]}but prints\n{printed}")
@@ -57,9 +63,7 @@ def run_chapter(path: Path, update: bool = False) -> int:
 
 @contextlib.contextmanager
 def working_folder():
-    """Use a fresh temporary folder as the working folder, with the checkout importable."""
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
+    """Use a fresh temporary folder as the working folder."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -67,6 +71,16 @@ def working_folder():
             yield
         finally:
             os.chdir(before)
+
+
+def _run(command: str) -> str:
+    """Return what a command of a checkout prints."""
+    program, *words = shlex.split(command)
+    assert program == "python", command
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout
 
 
 def _execute(code: str, names: dict[str, object], path: Path, line: int) -> str:

@@ -18,13 +18,13 @@ from megacpp.blocks.experts.router import Router
 from megacpp.config.checks.every import check, resolve
 from megacpp.config.presets import PRESETS, nam56r_base
 from megacpp.config.schema import Config, ModelConfig, PrecisionConfig
+from megacpp.lessons.awake import awake
 from megacpp.model.auxiliary import AuxiliarySource
 from megacpp.model.count import count_parameters, meta_model, published_reading, short, table_lines
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from parallel.build import build_model
 from parallel.mesh import World
-from tests.awake import awake
 from tests.model.small import small, variants
 from tests.synthetic import ragged_batch
 

@@ -6,25 +6,16 @@ block's input. Not counted: parameters, and the rotary table, which all layers s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from checkpointing.apply import give
-from checkpointing.recompute import BlockRecompute, Replays
-from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.dense.config import MLPConfig
-from megacpp.config.schema import ModelConfig
-from megacpp.model.block import Block
-from megacpp.model.documents import Documents
-from megacpp.model.fp32 import contract_parameters
+from megacpp.lessons.kept import GQA, MODEL, D, kept_per_token
 from megacpp.model.regions import Region
 
-B, T, D = 2, 64, 256
-GQA = AttentionConfig(num_heads=4, num_kv_heads=1, head_dim=64)
 MLA = AttentionConfig(
     kind="mla",
     num_heads=4,
@@ -34,37 +25,9 @@ MLA = AttentionConfig(
     qk_rope_head_dim=16,
     v_head_dim=32,
 )
-MODEL = ModelConfig(dim=D, attention=GQA, mlp=MLPConfig(hidden_dim=7 * D // 2))
 RSTD = LSE = 4  # bytes of a norm's 1 / rms and of a softmax's log denominator, always fp32
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-
-
-def kept_per_token(
-    letters: str, model: ModelConfig, dtype: torch.dtype, regions: Iterable[Region] = ()
-) -> float:
-    """Bytes per token that the backward of these blocks, one after another, holds on to.
-
-    `regions` run again in backward.
-    """
-    blocks = [Block(letter, model).to(dtype) for letter in letters]
-    for block in blocks:
-        assert all(p.dtype == torch.float32 for _, p in contract_parameters(block))
-        for p in block.parameters():
-            torch.nn.init.normal_(p, std=0.1)
-        give(block, BlockRecompute(frozenset(regions), Replays()))
-    docs = Documents.rows(B, T)
-    for live in (LiveBytes(), LiveBytes()):  # the first forward makes the rotary table
-        with live:
-            x_BTD = torch.randn(B, T, D).to(dtype).requires_grad_()
-            y_BTD = x_BTD
-            for block in blocks:
-                y_BTD = block(y_BTD, docs)
-            graph = y_BTD.grad_fn
-            del x_BTD, y_BTD
-            alive = live.alive()
-        assert graph is not None
-    return alive / (B * T)
 
 
 def of_norm(dtype: torch.dtype) -> int:

@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from bench.muon_contenders import SETS, shapes_of, torch_muon
 from bench.muon_log import StepLog
 from megacpp.config.presets import PRESETS
+from megacpp.lessons.muon import fake_group
 from optim.groups import assign
 from optim.muon_adamw import MuonAdamW
 from optim.muon_plan import MuonPlan
 from optim.newton_schulz import newton_schulz_flops
 from optim.ownership import MatrixView
 from tests.optim.test_groups import meta
-from tests.optim.test_muon_memory import fake_group
 
 Shape = tuple[int, ...]
 ROWS_CUT = [name for name in SETS if name != "experts"]  # stacks lie whole on ranks: nothing moves

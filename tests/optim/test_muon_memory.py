@@ -6,19 +6,18 @@ Measured on tensors (checkpointing/tracing/live_bytes.py) and on collectives, ag
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.config.schema import Config
+from megacpp.lessons.muon import Shapes, fake_group, optimizer_of
 from megacpp.memory.forms.muon import (
     WaveBytes,
     muon_transient_bytes,
@@ -31,12 +30,10 @@ from optim.build import build_optimizer
 from optim.muon import Width
 from optim.muon_adamw import MuonAdamW
 from optim.newton_schulz import CPU_BATCH_BYTES, least_batch, newton_schulz, newton_schulz_flops
-from optim.ownership import MatrixView
 from tests.collectives import CollectiveCounter
 from tests.optim.test_groups import SMALL
 from tests.ranks import run_ranks
 
-Shapes = Sequence[tuple[int, ...]]
 KIB = 1 << 10
 
 
@@ -51,22 +48,6 @@ def no_exchange(output: Tensor, *args: Any, **kwargs: Any) -> Done:
     """Gloo's threads let go of buffers when they please, which has no place in a count."""
     output.zero_()
     return Done()
-
-
-def optimizer_of(
-    shapes: Shapes, mesh: DeviceMesh | None, placements: Sequence[Any] = (), **settings: Any
-) -> MuonAdamW:
-    """Muon over zeros with gradients; every stack is one of experts."""
-    params = []
-    for shape in shapes:
-        w, g = torch.zeros(shape), torch.randn(shape)
-        if mesh is not None:
-            w, g = (distribute_tensor(t, mesh, placements) for t in (w, g))
-        p = nn.Parameter(w)
-        p.grad = g
-        params.append(p)
-    views = [MatrixView(batched=len(shape) == 3) for shape in shapes]
-    return MuonAdamW([{"params": params, "views": views, "algorithm": "muon"}], **settings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -145,17 +126,6 @@ def test_one_process_needs_what_the_closed_form_says(wire: Width, bucket: int) -
     with LiveBytes() as live:
         optimizer.step()
     assert live.peak == optimizer.transient_bytes() and live.now == 0
-
-
-@contextmanager
-def fake_group(world: int, rank: int = 0) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 # Ranks that cut, replicas, rows and columns of a matrix, matrices of each rank.

@@ -22,14 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from megacpp.config.schema import Config, MeshConfig, PrecisionConfig
+from megacpp.config.schema import MeshConfig
+from megacpp.lessons.muon import build, ranks_of, wholes
 from megacpp.model.hybrid import HybridLM
-from optim.build import build_optimizer
 from optim.muon_adamw import MuonAdamW
-from parallel.build import build_model
-from parallel.mesh import World
-from parallel.start import join
-from tests.parallel.parity import models
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -41,25 +37,6 @@ ROUTE = {
     "hsdp2x2": MeshConfig(dp_replicate=2, dp_shard=2),
 }
 RATE = 0.0123
-
-
-def ranks_of(mesh: MeshConfig) -> int:
-    return mesh.dp_replicate * mesh.dp_shard * mesh.tp
-
-
-def build(mesh: MeshConfig) -> tuple[HybridLM, MuonAdamW]:
-    config = Config(model=models()["plain"], mesh=mesh, precision=PrecisionConfig("fp32"))
-    world = World(0, 1, CPU) if ranks_of(mesh) == 1 else join(mesh, CPU)
-    model = build_model(config, world)
-    return model, build_optimizer(model, config, world.holders)
-
-
-def wholes(model: HybridLM, optimizer: MuonAdamW) -> dict[str, Tensor]:
-    own = dict(model.named_parameters()) | optimizer.state_tensors()
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for name, t in own.items()
-    }
 
 
 def load(model: HybridLM, optimizer: MuonAdamW, source: Path, options: Any) -> None:

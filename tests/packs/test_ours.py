@@ -29,6 +29,7 @@ from megacpp.config.schema import Config
 from megacpp.kernels.linear_cross_entropy.chunked import CrossEntropy, linear_cross_entropy
 from megacpp.kernels.linear_cross_entropy.reference import linear_cross_entropy_plain
 from megacpp.kernels.sparse_attention.indexer import index_scores
+from megacpp.lessons.mesh_models import everything
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
@@ -36,7 +37,6 @@ from parallel.build import build_model
 from parallel.mesh import World
 from tests.model.small import small
 from tests.model.test_fp32_contract import sharded_step
-from tests.parallel.parity_models import everything
 from tests.ranks import run_ranks
 
 CPU = World(0, 1, torch.device("cpu"))

@@ -19,11 +19,7 @@ from megacpp.blocks.m2rnn.module import M2RNN
 from megacpp.blocks.m2rnn.scan import M2RNNScan
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_carried, m2rnn_sequential
-from megacpp.model.documents import Documents
-from parallel.context.layout import ContextLayout, Order
-from parallel.context.scan import ContextScan, heads_if_divisible
-from tests.collectives import Collective
-from tests.parallel.context_cases import (
+from megacpp.lessons.context import (
     ORDERS,
     ROWS,
     TOKENS,
@@ -36,6 +32,10 @@ from tests.parallel.context_cases import (
     run_part,
     whole,
 )
+from megacpp.model.documents import Documents
+from parallel.context.layout import ContextLayout, Order
+from parallel.context.scan import ContextScan, heads_if_divisible
+from tests.collectives import Collective
 from tests.ranks import run_ranks
 
 DIM = 12

@@ -17,16 +17,7 @@ from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.schema import ModelConfig
-from megacpp.model.documents import Documents
-from megacpp.model.regions import Region
-from megacpp.model.short_conv import Convolve
-from parallel.context.convolution import ContextConvolve
-from parallel.context.heads import for_own_heads, own_heads
-from parallel.context.layout import ContextLayout, Order
-from parallel.context.scan import ContextScan
-from tests.collectives import Collective, CollectiveCounter
-from tests.model.mamba3_cases import VARIANTS
-from tests.parallel.context_cases import (
+from megacpp.lessons.context import (
     ORDERS,
     ROWS,
     TOKENS,
@@ -39,6 +30,15 @@ from tests.parallel.context_cases import (
     run_part,
     whole,
 )
+from megacpp.model.documents import Documents
+from megacpp.model.regions import Region
+from megacpp.model.short_conv import Convolve
+from parallel.context.convolution import ContextConvolve
+from parallel.context.heads import for_own_heads, own_heads
+from parallel.context.layout import ContextLayout, Order
+from parallel.context.scan import ContextScan
+from tests.collectives import Collective, CollectiveCounter
+from tests.model.mamba3_cases import VARIANTS
 from tests.ranks import run_ranks
 
 DIM = 16  # 8 heads of 4

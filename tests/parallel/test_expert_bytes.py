@@ -17,6 +17,7 @@ from checkpointing.recompute import BlockRecompute, Replays
 from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import MeshConfig
+from megacpp.lessons.experts import CPU, MOE, D, mixer_of, randn, spread_over
 from megacpp.model.documents import Documents
 from megacpp.model.regions import Region
 from parallel.expert import exchange as expert_exchange
@@ -24,7 +25,6 @@ from parallel.expert.parallel import ExpertParallel, Kind
 from parallel.start import join
 from tests.collectives import CollectiveCounter
 from tests.model.test_moe_kept_bytes import EXPERT_GEMM, calls
-from tests.parallel.expert_cases import CPU, MOE, D, mixer_of, randn, spread_over
 from tests.ranks import run_ranks
 
 KINDS: tuple[Kind, Kind] = ("per_rank", "per_expert")

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import MeshConfig, ModelConfig
+from megacpp.lessons.experts import (
+    CPU,
+    MOE,
+    D,
+    Leaving,
+    Waits,
+    choices,
+    mixer_of,
+    randn,
+    spread_over,
+    travel,
+)
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
 from parallel.expert.even_routing import EvenRouting
@@ -28,63 +37,12 @@ from parallel.expert.parallel import ExpertParallel, Kind
 from parallel.start import join
 from tests.collectives import CollectiveCounter
 from tests.differences import largest
-from tests.parallel.expert_cases import CPU, MOE, D, mixer_of, randn, spread_over
 from tests.ranks import run_ranks
 
 KINDS: tuple[Kind, Kind] = ("per_rank", "per_expert")
 FOUR, TWO = MeshConfig(dp_shard=4, ep=4), MeshConfig(dp_shard=2, ep=2)
 # What a token meets on other ranks, and what crosses between ranks for it, in DeepSeek-like sizes.
 BIG = MoEConfig(num_experts=64, top_k=6, hidden_dim=8, num_shared=0)
-
-
-class Leaving(TorchDispatchMode):
-    """Bytes of all-to-alls that leave this rank, by dtype, and how many there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: dict[torch.dtype, int] = {}
-        self.calls: dict[torch.dtype, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops._c10d_functional.all_to_all_single.default:
-            x, _, splits, name = args
-            others = sum(splits) - splits[dist.distributed_c10d._resolve_process_group(name).rank()]
-            row_bytes = x[:1].numel() * x.itemsize
-            self.bytes[x.dtype] = self.bytes.get(x.dtype, 0) + others * row_bytes
-            self.calls[x.dtype] = self.calls.get(x.dtype, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
-class Waits:
-    """Counts what makes the host wait for a value, while the block runs."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[str] = []
-        for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
-            monkeypatch.setattr(Tensor, name, self._noted(name, getattr(Tensor, name)))
-
-    def _noted(self, name: str, original: Callable) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.seen.append(name)
-            return original(*args, **kwargs)
-
-        return call
-
-
-def choices(tokens: int, moe: MoEConfig, seed: int) -> Tensor:
-    """Uniform random experts `[T, K]`."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(tokens, moe.num_experts, generator=generator).topk(moe.top_k, dim=1).indices
-
-
-def travel(mixer: MixtureOfExperts, x_TD: Tensor, indices_TK: Tensor) -> Tensor:
-    """Forward and backward of the routed experts alone; the gradient of the gate weights."""
-    weights_TK = torch.ones(indices_TK.shape, requires_grad=True)
-    x_TD = x_TD.clone().requires_grad_()
-    arrived, trip = mixer.dispatch(x_TD, indices_TK, weights_TK)
-    mixer.combine(mixer.experts(*arrived), weights_TK, trip).sum().backward()
-    assert x_TD.grad is not None and weights_TK.grad is not None
-    return weights_TK.grad
 
 
 def bytes_of_rank(rank: int, _size: int) -> dict[str, Any]:
@@ -183,8 +141,7 @@ def waiting_rank(rank: int, _size: int) -> dict[str, list[str]]:
         mixer = mixer_of(moe, torch.float64, [])
         spread_over(mixer, world, style)
         x, docs = randn(1, 40, D, seed=rank).requires_grad_(), Documents.rows(1, 40)
-        with pytest.MonkeyPatch.context() as patch:
-            waits = Waits(patch)
+        with Waits() as waits:
             mixer(x, docs).sum().backward()
         found[name] = waits.seen
     return found

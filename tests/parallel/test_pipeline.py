@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import Config, MeshConfig, PrecisionConfig
-from megacpp.data.batches import IGNORED, Batch
+from megacpp.data.batches import Batch
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, initialise
 from megacpp.model.stages import (
@@ -38,7 +38,7 @@ from parallel.start import join
 from tests.differences import largest, relative
 from tests.model.small import small
 from tests.ranks import LONG_S, run_ranks
-from tests.synthetic import ragged_batch
+from tests.synthetic import ragged_batch, without_labels
 
 CPU = torch.device("cpu")
 T, STEPS = 8, 3  # tokens of a row, optimizer steps
@@ -151,11 +151,6 @@ def batches_of(step: int, case: Case, share: int = 0) -> list[Batch]:
     rows = range(first, first + case.microbatches * case.shards, case.shards)
     batches = [ragged_batch([row], T) for row in rows]
     return [without_labels(batch) for batch in batches] if case.silent else batches
-
-
-def without_labels(batch: Batch) -> Batch:
-    labels_BT = torch.full_like(batch.labels_BT, IGNORED)
-    return dataclasses.replace(batch, labels_BT=labels_BT, num_targets=0, target_bytes=0)
 
 
 def slices(tensors: dict[str, Tensor | None]) -> dict[str, Slice]:

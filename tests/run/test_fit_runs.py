@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megacpp.launch import trial
 from megacpp.launch.fit import BUMP
+from megacpp.lessons.launch import Done, _script, forked
 from megacpp.state.published import latest_checkpoint
 from parallel.boundary import AccumulationBoundary
-from tests.launch import Done, _script, forked
 from tests.test_run import SMALL, records
 
 GLOO, START = dist.ProcessGroupGloo.__init__, dist.init_process_group

@@ -1,4 +1,4 @@
-"""What the tests of the context axis share: packed rows, a mixer on some ranks and on one."""
+"""Mixer whose tokens are cut over ranks against the same on one process, on packed rows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from megacpp.lessons.differences import largest, relative
 from megacpp.model.documents import Documents
 from parallel.context.layout import ContextLayout, Order
-from tests.collectives import Collective, CollectiveCounter
-from tests.differences import largest, relative
+from parallel.simulate.collective_log import Collective, CollectiveLog
 
 ORDERS: tuple[Order, ...] = ("contiguous", "head_tail")
 ROWS, TOKENS = 2, 32
@@ -34,6 +34,7 @@ class Pass:
 
 
 def packed_rows() -> Documents:
+    """Return two rows of documents that start at `STARTS`."""
     starts_BT = torch.zeros(ROWS, TOKENS, dtype=torch.bool)
     for row, starts in enumerate(STARTS):
         starts_BT[row, list(starts)] = True
@@ -41,11 +42,19 @@ def packed_rows() -> Documents:
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal random numbers in fp64."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def run(mixer: nn.Module, x_BTD: Tensor, dy_BTD: Tensor, docs: Documents) -> Pass:
-    """Forward and backward of a copy of the mixer."""
+    """Run forward and backward of a copy of the mixer.
+
+    Args:
+        mixer: sequence mixer of a block.
+        x_BTD: inputs.
+        dy_BTD: gradient of the output.
+        docs: documents of the rows.
+    """
     mixer, x_BTD = copy.deepcopy(mixer), x_BTD.clone().requires_grad_()
     y_BTD = mixer(x_BTD, docs)
     y_BTD.backward(dy_BTD)
@@ -60,14 +69,23 @@ def run_part(
     dy_BTD: Tensor,
     docs: Documents,
 ) -> tuple[Pass, list[Collective], list[Collective]]:
-    """On a rank: the same for its tokens; and the collectives of forward and of backward."""
+    """Run a rank's tokens; return the pass, and the collectives of forward and of backward.
+
+    Args:
+        mixer: sequence mixer of a block.
+        style: way of its tokens over ranks.
+        layout: tokens of this rank.
+        x_BTD: inputs of all ranks.
+        dy_BTD: gradient of the output of all ranks.
+        docs: documents of the rows.
+    """
     mesh = init_device_mesh("cpu", (layout.degree,), mesh_dim_names=("cp",))
     mixer, index_T = copy.deepcopy(mixer), layout.index(x_BTD.shape[1])
     parallelize_module(mixer, mesh, style)
     x_BtD = x_BTD[:, index_T].requires_grad_()
-    with CollectiveCounter() as forward:
+    with CollectiveLog() as forward:
         y_BtD = mixer(x_BtD, docs.take(index_T))
-    with CollectiveCounter() as backward:
+    with CollectiveLog() as backward:
         y_BtD.backward(dy_BTD[:, index_T])
     return _pass(mixer, x_BtD, y_BtD), forward.calls, backward.calls
 
@@ -80,7 +98,7 @@ def _pass(mixer: nn.Module, x: Tensor, y: Tensor) -> Pass:
 
 
 def whole(parts: Iterable[Pass], order: Order) -> Pass:
-    """Rows from the parts of all ranks, parameter gradients summed over them."""
+    """Return whole rows from the parts of all ranks, and parameter gradients summed over them."""
     parts = list(parts)
     tokens = sum(part.y_BTD.shape[1] for part in parts)
     index_T = ContextLayout.for_rank(order, 0, len(parts)).gathered_index(tokens).argsort()
@@ -92,7 +110,7 @@ def whole(parts: Iterable[Pass], order: Order) -> Pass:
 
 
 def error(got: Pass, want: Pass) -> float:
-    """The largest difference relative to the largest reference value, of all tensors."""
+    """Return the largest difference relative to the largest reference value, of all tensors."""
     pairs = [(got.y_BTD, want.y_BTD), (got.dx_BTD, want.dx_BTD)]
     pairs += [(got.gradients[name], grad) for name, grad in want.gradients.items()]
     assert got.gradients.keys() == want.gradients.keys()
@@ -102,10 +120,17 @@ def error(got: Pass, want: Pass) -> float:
 def outside(
     mixer: nn.Module, layout: ContextLayout, x_BTD: Tensor, dy_BTD: Tensor, docs: Documents
 ) -> list[float]:
-    """How much each document reaches others on this rank, outputs and gradients; largest of all.
+    """Return how much a document reaches others on this rank, at most: outputs, gradients.
 
     One document after the other is changed, and must change its own outputs; then the gradient of
     the outputs of all others must not reach it, and must reach their own inputs.
+
+    Args:
+        mixer: sequence mixer of a block, its tokens over ranks.
+        layout: tokens of this rank.
+        x_BTD: inputs of all ranks.
+        dy_BTD: gradient of the output of all ranks.
+        docs: documents of the rows.
     """
     index_T = layout.index(x_BTD.shape[1])
     part, numbers = docs.take(index_T), number_of(docs)
@@ -130,5 +155,5 @@ def outside(
 
 
 def number_of(docs: Documents) -> Tensor:
-    """`[B, T]`: documents numbered through all rows."""
+    """Return the documents of tokens, `[B, T]`, numbered through all rows."""
     return docs.starts_BT.flatten().cumsum(0).view_as(docs.ids_BT) - 1

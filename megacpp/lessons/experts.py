@@ -6,18 +6,25 @@ Legend: B rows, T tokens of a row, D model.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import MeshConfig, ModelConfig
+from megacpp.lessons.differences import relative
+from megacpp.lessons.ranks import run_ranks
 from megacpp.model.documents import Documents
 from megacpp.model.init import Slice, initialise
 from parallel.context.layout import ContextLayout
@@ -28,8 +35,6 @@ from parallel.mesh import World
 from parallel.notation import Array
 from parallel.start import join
 from parallel.tensor import shard_parameter
-from tests.differences import relative
-from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 B, T, D = 4, 16, 12
@@ -64,7 +69,9 @@ BIASES = {"even": [], "first": [0, 1, 2], "last": [5, 6, 7], "one": [4], "nulls"
 
 
 @dataclass(frozen=True)
-class Case:
+class ExpertCase:
+    """E mixer to compare: router, mesh, way of dispatch, preferred experts, numeric type."""
+
     router: str
     mesh: str
     kind: Kind = "per_rank"
@@ -73,11 +80,13 @@ class Case:
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         m = MESHES[self.mesh]
         return m.dp_replicate * m.dp_shard * m.cp * m.tp
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Numeric type of the mixer."""
         return torch.float64 if self.dtype == "fp64" else torch.float32
 
     def __str__(self) -> str:
@@ -85,7 +94,7 @@ class Case:
 
 
 @dataclass
-class Outcome:
+class ExpertOutcome:
     """Errors relative to the largest entry, by tensor; what must be equal as it is."""
 
     errors: dict[str, float]
@@ -95,23 +104,23 @@ class Outcome:
     experts_here: int
 
 
-def cases() -> list[Case]:
-    """Every router in all kinds on one mesh, and every mesh and load with one router."""
+def cases() -> list[ExpertCase]:
+    """Return every router in all kinds on one mesh, and every mesh and load with one router."""
     kinds: tuple[Kind, ...] = ("per_rank", "per_expert", "padded")
-    found = [Case(router, "cp2 tp2", kind) for router in ROUTERS for kind in kinds]
-    found += [Case("sigmoid", mesh, kind) for mesh in MESHES for kind in kinds]
-    found += [Case("roomy", mesh) for mesh in ("dp2", "dp2 tp2, experts twice")]
+    found = [ExpertCase(router, "cp2 tp2", kind) for router in ROUTERS for kind in kinds]
+    found += [ExpertCase("sigmoid", mesh, kind) for mesh in MESHES for kind in kinds]
+    found += [ExpertCase("roomy", mesh) for mesh in ("dp2", "dp2 tp2, experts twice")]
     for router, bias in (("sigmoid", "first"), ("sigmoid", "last"), ("one_expert", "one")):
-        found += [Case(router, mesh, kind, bias) for mesh in ("cp2", "dp4") for kind in kinds]
-    found += [Case("groups", "dp2 cp2", kind, "even", "fp32") for kind in kinds]
-    found += [Case("nulls", mesh, kind) for mesh in ("dp2", "dp4") for kind in kinds]
-    found += [Case("nulls", "dp4", kind, "nulls") for kind in kinds]
+        found += [ExpertCase(router, mesh, kind, bias) for mesh in ("cp2", "dp4") for kind in kinds]
+    found += [ExpertCase("groups", "dp2 cp2", kind, "even", "fp32") for kind in kinds]
+    found += [ExpertCase("nulls", mesh, kind) for mesh in ("dp2", "dp4") for kind in kinds]
+    found += [ExpertCase("nulls", "dp4", kind, "nulls") for kind in kinds]
     return list(dict.fromkeys(found))
 
 
-def outcomes() -> dict[Case, list[Outcome]]:
-    """Of every case on every rank, one fork of ranks per world size."""
-    found: dict[Case, list[Outcome]] = {}
+def outcomes() -> dict[ExpertCase, list[ExpertOutcome]]:
+    """Return outcomes of every case on every rank, from one fork of ranks per world size."""
+    found: dict[ExpertCase, list[ExpertOutcome]] = {}
     for size in (2, 4):
         same = [case for case in cases() if case.world == size]
         of_ranks = run_ranks(functools.partial(_all, same=same), size)
@@ -119,13 +128,13 @@ def outcomes() -> dict[Case, list[Outcome]]:
     return found
 
 
-def _all(rank: int, _size: int, same: list[Case]) -> dict[Case, Outcome]:
+def _all(rank: int, _size: int, same: list[ExpertCase]) -> dict[ExpertCase, ExpertOutcome]:
     worlds = {mesh: join(MESHES[mesh], CPU) for mesh in dict.fromkeys(case.mesh for case in same)}
     return {case: outcome(case, worlds[case.mesh]) for case in same}
 
 
-def outcome(case: Case, world: World) -> Outcome:
-    """One rank's part of a case, against the whole on one process."""
+def outcome(case: ExpertCase, world: World) -> ExpertOutcome:
+    """Compare one rank's part of a case with the whole on one process."""
     x_BTD, cotangent_BTD = randn(B, T, D, seed=1), randn(B, T, D, seed=2)
     x_BTD, cotangent_BTD = x_BTD.to(case.torch_dtype), cotangent_BTD.to(case.torch_dtype)
     docs = Documents.from_ids((randn(B, T, seed=3) > 0.9).cumsum(1))  # some longer than a rank's
@@ -156,11 +165,11 @@ def outcome(case: Case, world: World) -> Outcome:
     same_bias = all(
         map(torch.equal, *([getattr(r, b) for b in biases] for r in (spread.router, whole.router)))
     )
-    return Outcome(errors, counted, expected, same_bias, len(local_weight(spread)))
+    return ExpertOutcome(errors, counted, expected, same_bias, len(local_weight(spread)))
 
 
 def mixer_of(moe: MoEConfig, dtype: torch.dtype, preferred: list[int]) -> MixtureOfExperts:
-    """The same mixer on any rank."""
+    """Return a mixer that is the same on any rank."""
     mixer = MixtureOfExperts(ModelConfig(dim=D, depth=8, init_std=0.5, moe=moe)).to(dtype)
     initialise(mixer, mixer.init_rules(), seed=1)
     mixer.router.aux_scale.fill_(1.0 / (B * T))
@@ -169,7 +178,7 @@ def mixer_of(moe: MoEConfig, dtype: torch.dtype, preferred: list[int]) -> Mixtur
 
 
 def spread_over(mixer: MixtureOfExperts, world: World, style: ExpertParallel) -> None:
-    """Experts over `ep` (and `efsdp`), its submodules replaced."""
+    """Shard experts over `ep` (and `efsdp`), and replace the mixer's submodules."""
     for leaf in dict(mixer.experts.named_parameters()):
         shard_parameter(mixer.experts, leaf, Array.parse("[E_ep, I, D]"), world.meshes["ep"])
     parallelize_module(mixer, world.meshes["ep"], style)
@@ -181,7 +190,7 @@ def spread_over(mixer: MixtureOfExperts, world: World, style: ExpertParallel) ->
 
 
 def own_tokens(world: World) -> tuple[slice, Tensor]:
-    """This rank's rows, and the positions of its tokens: cut over `cp`, then over `tp`."""
+    """Return this rank's rows, and the positions of its tokens: cut over `cp`, then over `tp`."""
     share = B // world.degree("batch")
     first = world.coordinate("batch") * share
     layout = ContextLayout.for_rank("head_tail", world.coordinate("cp"), world.degree("cp"))
@@ -190,13 +199,21 @@ def own_tokens(world: World) -> tuple[slice, Tensor]:
 
 
 def docs_of_rows(docs: Documents, rows: slice) -> Documents:
+    """Return the documents of some rows."""
     return Documents(docs.ids_BT[rows], docs.positions_BT[rows])
 
 
 def backward(
     mixer: MixtureOfExperts, x_BTD: Tensor, docs: Documents, cotangent_BTD: Tensor
 ) -> dict[str, Tensor]:
-    """Output, gradient of the input and of every parameter."""
+    """Return the output, and the gradients of the input and of every parameter.
+
+    Args:
+        mixer: experts and their router.
+        x_BTD: inputs.
+        docs: documents of the rows.
+        cotangent_BTD: gradient of the output.
+    """
     x_BTD = x_BTD.clone().requires_grad_()
     y_BTD = mixer(x_BTD, docs)
     y_BTD.backward(cotangent_BTD)
@@ -209,24 +226,84 @@ def backward(
 
 
 def complete(grad: Tensor, name: str, world: World) -> Slice:
-    """What a rank has of a gradient, once all ranks that made a part of it are summed."""
+    """Return a rank's part of a gradient of any shape (`grad`), summed over the ranks."""
     if not isinstance(grad, DTensor) and name not in ("x", "y"):
         grad = world.sum(grad.clone(), "stage")
     return shard_slice(grad)
 
 
 def error(got: Slice, want: Tensor) -> float:
-    """Largest difference, relative to the largest entry of the whole."""
+    """Return the largest difference, relative to the largest entry of `want`, of any shape."""
     box = tuple(slice(a, a + n) for a, n in zip(got.offset, got.local.shape, strict=True))
     return relative(got.local, want[box], want)
 
 
 def local_weight(mixer: MixtureOfExperts) -> Tensor:
+    """Return the first weight of the experts that this rank holds."""
     w1 = mixer.experts._parameters["w1"]
     assert isinstance(w1, DTensor)
     return w1.to_local()
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal random numbers in fp64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+class Leaving(TorchDispatchMode):
+    """Bytes of all-to-alls that leave this rank, by dtype, and how many there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[torch.dtype, int] = {}
+        self.calls: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            x, _, splits, name = args
+            others = sum(splits) - splits[dist.distributed_c10d._resolve_process_group(name).rank()]
+            row_bytes = x[:1].numel() * x.itemsize
+            self.bytes[x.dtype] = self.bytes.get(x.dtype, 0) + others * row_bytes
+            self.calls[x.dtype] = self.calls.get(x.dtype, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+class Waits:
+    """Log of the calls that make the host wait for a value, while the `with` block runs."""
+
+    NAMES = ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero")
+
+    def __enter__(self) -> Waits:
+        self.seen: list[str] = []
+        self._patches = ExitStack()
+        for name in self.NAMES:
+            noted = self._noted(name, getattr(Tensor, name))
+            self._patches.enter_context(mock.patch.object(Tensor, name, noted))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.close()
+
+    def _noted(self, name: str, original: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.seen.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+
+def choices(tokens: int, moe: MoEConfig, seed: int) -> Tensor:
+    """Return uniform random experts, `[T, K]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, moe.num_experts, generator=generator).topk(moe.top_k, dim=1).indices
+
+
+def travel(mixer: MixtureOfExperts, x_TD: Tensor, indices_TK: Tensor) -> Tensor:
+    """Run forward and backward of routed experts alone; return the gate weights' gradient."""
+    weights_TK = torch.ones(indices_TK.shape, requires_grad=True)
+    x_TD = x_TD.clone().requires_grad_()
+    arrived, trip = mixer.dispatch(x_TD, indices_TK, weights_TK)
+    mixer.combine(mixer.experts(*arrived), weights_TK, trip).sum().backward()
+    assert x_TD.grad is not None and weights_TK.grad is not None
+    return weights_TK.grad

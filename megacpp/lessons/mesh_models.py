@@ -11,13 +11,13 @@ from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.blocks.ngram.config import NgramConfig
 from megacpp.blocks.top.config import TOPConfig
 from megacpp.config.schema import ModelConfig
-from tests.model.small import shrunk, small, variants
+from megacpp.lessons.models import shrunk, small, variants
 
 SPARSE = SparseAttentionConfig(top_k=3, num_heads=2, head_dim=6, loss=0.1)
 
 
 def models() -> dict[str, ModelConfig]:
-    """Small models whose heads, experts and vocabulary divide by four, auxiliary losses on."""
+    """Return small models of heads, experts and words that divide by four; losses on."""
     replace = dataclasses.replace
     base = small()
     plain = replace(
@@ -161,7 +161,7 @@ def models() -> dict[str, ModelConfig]:
 
 
 def everything(model: ModelConfig) -> ModelConfig:
-    """A model with every further feature: the first two A blocks are sparse, one remembers."""
+    """Return a model with every further feature; two A blocks are sparse, one remembers."""
     replace = dataclasses.replace
     return replace(
         model,

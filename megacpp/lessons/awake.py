@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import pytest
+from unittest import mock
 
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Constant, Normal, Rule
@@ -27,6 +26,5 @@ def awake(std: float = 0.1) -> Iterator[None]:
             for name, rule in rules_of(self).items()
         }
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HybridLM, "init_rules", rules)
+    with mock.patch.object(HybridLM, "init_rules", rules):
         yield

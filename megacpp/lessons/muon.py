@@ -1,0 +1,76 @@
+"""Muon on a small model of any mesh, and on matrices of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from megacpp.config.schema import Config, MeshConfig, PrecisionConfig
+from megacpp.lessons.mesh_models import models
+from megacpp.model.hybrid import HybridLM
+from optim.build import build_optimizer
+from optim.muon_adamw import MuonAdamW
+from optim.ownership import MatrixView
+from parallel.build import build_model
+from parallel.mesh import World
+from parallel.start import join
+
+CPU = torch.device("cpu")
+Shapes = Sequence[tuple[int, ...]]
+
+
+def ranks_of(mesh: MeshConfig) -> int:
+    """Return the number of ranks of a mesh."""
+    return mesh.dp_replicate * mesh.dp_shard * mesh.tp
+
+
+def build(mesh: MeshConfig) -> tuple[HybridLM, MuonAdamW]:
+    """Return a small model of every letter on a mesh, and its optimizer."""
+    config = Config(model=models()["plain"], mesh=mesh, precision=PrecisionConfig("fp32"))
+    world = World(0, 1, CPU) if ranks_of(mesh) == 1 else join(mesh, CPU)
+    model = build_model(config, world)
+    return model, build_optimizer(model, config, world.holders)
+
+
+def wholes(model: HybridLM, optimizer: MuonAdamW) -> dict[str, Tensor]:
+    """Return parameters and optimizer state, each whole."""
+    own = dict(model.named_parameters()) | optimizer.state_tensors()
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for name, t in own.items()
+    }
+
+
+def optimizer_of(
+    shapes: Shapes, mesh: DeviceMesh | None, placements: Sequence[Any] = (), **settings: Any
+) -> MuonAdamW:
+    """Return Muon over zeros with gradients; every stack is one of experts."""
+    params = []
+    for shape in shapes:
+        w, g = torch.zeros(shape), torch.randn(shape)
+        if mesh is not None:
+            w, g = (distribute_tensor(t, mesh, placements) for t in (w, g))
+        p = nn.Parameter(w)
+        p.grad = g
+        params.append(p)
+    views = [MatrixView(batched=len(shape) == 3) for shape in shapes]
+    return MuonAdamW([{"params": params, "views": views, "algorithm": "muon"}], **settings)
+
+
+@contextmanager
+def fake_group(world: int, rank: int = 0) -> Iterator[None]:
+    """Be one rank of a process group in which nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
