@@ -1,26 +1,31 @@
 """Random configurations: each one has a sound plan or ends in lines of its own, at once.
 
-python -m tests.fuzz_config --count 20000 --seed 0 --workers 2
+python -m tests.fuzz_config --count 20000 --seed 0 --workers 2 --out tried.jsonl
 
 A plan is sound if its mesh has as many ranks as the world, and the memory of the fullest rank is a
 finite sum of parts that are not negative. Configuration number N of a seed is the same for any
 count and any number of workers. A block of sizes that no earlier plan of this user had is traced
-once (megacpp/memory/trace_cache.py); these seconds are printed apart.
+once (megacpp/memory/trace_cache.py); these seconds are printed apart. All are CPU seconds of the
+process, which other work on the machine doesn't change. The same command goes on with those that
+`--out` has no row of.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
+import os
 import random
 import signal
 import time
 import traceback
 import typing
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 from megacpp.cli import block_trace
@@ -32,7 +37,7 @@ from megacpp.config.settings import flatten, settings_of
 from megacpp.errors import MegacppError
 from megacpp.memory.budget import BRIEF, GIB, as_run, fullest
 
-MOST_S = 5.0  # of CPU time, without traces of new blocks
+MOST_S = 5.0  # without traces of new blocks
 MOST_TRACE_S = 60.0
 NUMBERS = (0, 1, 2, 3, 4, 5, 7, 8, 16, 31, 48, 64, 127, 128, 1000, 4096, 65537, 10**6 + 3, 2**31)
 WORLDS = (1, 1, 2, 3, 4, 8, 12, 64, 1000, 4096, 131072)
@@ -49,6 +54,7 @@ class Trial:
         wrong: an exception, an unsound plan, a message that isn't one line, or a late end.
         seconds: CPU time, without traces.
         trace_s: CPU time of traces.
+        number: of the configuration.
     """
 
     preset: str
@@ -58,6 +64,7 @@ class Trial:
     wrong: str = ""
     seconds: float = 0.0
     trace_s: float = 0.0
+    number: int = -1
 
 
 @lru_cache
@@ -160,7 +167,9 @@ def trial(number: int, seed: int) -> Trial:
     took = time.process_time() - began - sum(traces)
     if not wrong and took > MOST_S:
         wrong = f"took {took:.1f} s"
-    return Trial(one.preset, one.changes, one.world, planned, wrong, took, sum(traces))
+    return replace(
+        one, planned=planned, wrong=wrong, seconds=took, trace_s=sum(traces), number=number
+    )
 
 
 def late(*_: object) -> None:
@@ -182,28 +191,42 @@ def _ready() -> None:
     unsound(base("tiny"), 1)
 
 
+def summary(tried: Sequence[Trial]) -> str:
+    """Return the counts of some trials, in one line."""
+    bad = sum(bool(one.wrong) for one in tried)
+    plans = sum(one.planned and not one.wrong for one in tried)
+    both = [one.seconds + one.trace_s for one in tried]
+    late = sum(seconds > MOST_S for seconds in both)
+    return (
+        f"{len(tried):,} configurations: {plans:,} plans, {len(tried) - plans - bad:,} errors of "
+        f"one line, {bad} others; slowest {max(one.seconds for one in tried):.1f} s of a CPU, with "
+        f"traces of new blocks {max(both):.1f} s ({late} over {MOST_S:g} s)"
+    )
+
+
 def main() -> None:
     """Try configurations, print what went wrong, and end with a line of counts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path(os.devnull), help="rows of what was tried")
     given = parser.parse_args()
-    bad, plans, slowest, traces = 0, 0, 0.0, 0.0
+    given.out.touch()
+    tried = [Trial(**json.loads(line)) for line in given.out.read_text().splitlines()]
+    left = sorted({*range(given.count)} - {one.number for one in tried})
     # Not forked: torch's threads don't survive one.
-    with multiprocessing.get_context("spawn").Pool(given.workers, _ready) as pool:
-        tried = partial(trial, seed=given.seed)
-        for one in pool.imap_unordered(tried, range(given.count), chunksize=16):
-            plans, slowest = plans + (one.planned and not one.wrong), max(slowest, one.seconds)
-            traces = max(traces, one.trace_s)
+    with (
+        multiprocessing.get_context("spawn").Pool(given.workers, _ready) as pool,
+        given.out.open("a", buffering=1) as out,
+    ):
+        for one in pool.imap_unordered(partial(trial, seed=given.seed), left, chunksize=16):
+            tried.append(one)
+            out.write(json.dumps(asdict(one)) + "\n")
             if one.wrong:
-                bad += 1
                 print(f"{one.preset} {one.changes} on {one.world} ranks: {one.wrong}", flush=True)
-    print(
-        f"{given.count:,} configurations: {plans:,} plans, {given.count - plans - bad:,} errors of "
-        f"one line, {bad} others, slowest {slowest:.1f} s and {traces:.1f} s to trace new blocks"
-    )
-    raise SystemExit(bad > 0)
+    print(summary(tried))
+    raise SystemExit(any(one.wrong for one in tried))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megacpp.blocks.experts.rows import ExpertRows
+from megacpp.kernels.attention.softcap import block_starts
 from megacpp.kernels.experts import grouped_mm
 from megacpp.kernels.experts.rows import Groups, group_rows
 from megacpp.kernels.experts.sizes import most_slots
@@ -32,7 +33,8 @@ from megacpp.kernels.m2rnn import chunks as m2rnn_chunks
 from megacpp.kernels.m2rnn.chunks import Chunked, ChunkPlan
 from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
-from megacpp.kernels.sparse_attention.indexer import query_blocks
+from megacpp.kernels.sparse_attention.indexer import head_groups, query_blocks
+from megacpp.kernels.sparse_attention.indexer_loss import each_head
 from megacpp.memory.block_trace import DOCUMENT
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
@@ -61,10 +63,10 @@ def memory_stand_ins(every_chunk: bool = True) -> Iterator[None]:
     """Replace fewer originals: saved tensors and FLOPs are those of a real step.
 
     Args:
-        every_chunk: run all chunks of M2RNN and of an indexer's queries; else the first and the
-            last ones, which allocate as much as others and take less time.
+        every_chunk: run all chunks of M2RNN, and all blocks and heads of an indexer and of sparse
+            and softcapped attention; else those at the ends, which allocate as much as others.
     """
-    few = () if every_chunk else ((ChunkPlan, FewChunks), (query_blocks, ends_of_queries))
+    few = () if every_chunk else FEW
     with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce), *few):
         yield
 
@@ -319,6 +321,33 @@ def ends_of_queries(tokens: int) -> list[slice]:
     """Stand-in for `query_blocks`: the first block, and the last, which is the fullest."""
     blocks = query_blocks(tokens)
     return [*blocks[:-1][:1], blocks[-1]]
+
+
+def ends_of_blocks(tokens: int) -> list[int]:
+    """Stand-in for `block_starts`: the first block, and the last two, which see most keys."""
+    starts = block_starts(tokens)
+    return [*starts[:-2][:1], *starts[-2:]]
+
+
+def few_groups(q_BTIH: Tensor, k_BSH: Tensor) -> list[slice]:
+    """Stand-in for `head_groups`: the first two, which are alive together, and the last."""
+    groups = head_groups(q_BTIH, k_BSH)
+    return [*groups[:2], *groups[2:][-1:]]
+
+
+def few_heads(heads: int) -> list[int]:
+    """Stand-in for `each_head`: the first and the last."""
+    return [*range(heads)[:1], *range(1, heads)[-1:]]
+
+
+# What runs fewer chunks in place of what.
+FEW = (
+    (ChunkPlan, FewChunks),
+    (query_blocks, ends_of_queries),
+    (block_starts, ends_of_blocks),
+    (head_groups, few_groups),
+    (each_head, few_heads),
+)
 
 
 def _by_head(x_CNBKV: Tensor) -> Tensor:

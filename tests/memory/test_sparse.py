@@ -11,7 +11,6 @@ from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import KEEP, CheckpointingPolicy, Config, MeshConfig
-from megacpp.kernels.sparse_attention import indexer as lightning_indexer
 from megacpp.memory.forms.parameters import rank_bytes
 from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.memory.traffic import traffic
@@ -95,17 +94,28 @@ def test_working_sets_are_those_of_a_trace(size: int, flags: str) -> None:
         assert -1.2 <= off <= 2, (name, off)
 
 
-def test_ends_of_queries_tell_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace runs the first block of queries and the last; all four have the same peak."""
-    flags = f"--model.depth 3 {KEY}.layers all {KEY}.share 2 --data.seq_len 1024"
+@pytest.mark.parametrize(
+    "attention",
+    [
+        f"{KEY}.layers all {KEY}.share 2 {KEY}.num_heads 6",
+        f"{KEY}.layers all {KEY}.share 2 {KEY}.num_heads 6 --model.attention.softcap 30",
+        "--model.attention.softcap 30",
+    ],
+    ids=["sparse", "sparse softcap", "softcap"],
+)
+def test_ends_of_loops_tell_of_all(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace runs the first blocks, heads and groups, and the last; all have the same peak."""
+    flags = f"--model.depth 3 {attention} --data.seq_len 1024"
     words = f"{WIDE} --model.pattern AAA {flags} --train.device_batch_size 1"
-    config, seen = parse_run(words.split(), 1).config, []
-    for blocks in (stand_ins.ends_of_queries, lightning_indexer.query_blocks):
-        monkeypatch.setattr(stand_ins, "ends_of_queries", blocks)
-        found = working_sets(trace_step(config, 1))
+    config, seen, events = parse_run(words.split(), 1).config, [], []
+    for few in (stand_ins.FEW, ()):
+        monkeypatch.setattr(stand_ins, "FEW", few)
+        step = trace_step(config, 1)
+        events.append(len(step.events))
+        found = working_sets(step)
         seen.append({place: (one.bytes, one.gradients) for place, one in found.items()})
     assert seen[0] == seen[1]
-    assert len(stand_ins.query_blocks(1024)) == 4
+    assert events[0] < 0.75 * events[1], "loops were cut"
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])

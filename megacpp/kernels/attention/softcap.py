@@ -126,6 +126,11 @@ def block_gradients(
     return rows_times(dz_BKTGS, k_BKSH)
 
 
+def block_starts(tokens: int) -> list[int]:
+    """Return the first query token of each block."""
+    return list(range(0, tokens, BLOCK))
+
+
 def query_blocks(
     q_BKTGH: Tensor, k_BKSH: Tensor, mask_B1TS: Tensor | None, causal: bool
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
@@ -139,7 +144,7 @@ def query_blocks(
     """
     tokens, num_keys = q_BKTGH.shape[2], k_BKSH.shape[2]
     assert tokens == num_keys or not causal
-    for start in range(0, tokens, BLOCK):
+    for start in block_starts(tokens):
         stop = min(start + BLOCK, tokens)
         rows, keys, allowed = slice(start, stop), slice(stop if causal else num_keys), None
         if mask_B1TS is not None:

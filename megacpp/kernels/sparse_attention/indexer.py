@@ -71,7 +71,7 @@ def heads_at_once(heads: int, numbers: int, width: int, device: str) -> int:
     return min(heads, max(1, AT_ONCE.get(device, 0) // (numbers * width)))
 
 
-def _groups(q_BTIH: Tensor, k_BSH: Tensor) -> list[slice]:
+def head_groups(q_BTIH: Tensor, k_BSH: Tensor) -> list[slice]:
     """Return the heads that are computed together; `k_BSH` has the dtype of the products."""
     heads, numbers = q_BTIH.shape[2], q_BTIH.shape[0] * q_BTIH.shape[1] * k_BSH.shape[1]
     step = heads_at_once(heads, max(1, numbers), k_BSH.element_size(), q_BTIH.device.type)
@@ -82,7 +82,7 @@ def tile_scores(q_BTIH: Tensor, k_BSH: Tensor, w_BTI: Tensor) -> Tensor:
     """Return the scores of a tile `[B, T, S]`, head added to head in one buffer; no gradient."""
     k_BSH, w_BTI = wide(k_BSH), wide(w_BTI)
     scores_BTS = k_BSH.new_zeros(*w_BTI.shape[:2], k_BSH.shape[1])
-    for heads in _groups(q_BTIH, k_BSH):
+    for heads in head_groups(q_BTIH, k_BSH):
         w_BTG = w_BTI[:, :, heads]
         seen = (wide(q_BTIH[:, :, heads]).flatten(1, 2) @ k_BSH.mT).relu_()  # (T, G) to rows
         if w_BTG.shape[2] == 1:
@@ -118,7 +118,7 @@ def tile_gradients(
         dw_BTI: overwritten.
     """
     k_BSH, w_BTI = wide(k_BSH), wide(w_BTI)
-    for heads in _groups(q_BTIH, k_BSH):
+    for heads in head_groups(q_BTIH, k_BSH):
         q_BTGH, w_BTG1 = wide(q_BTIH[:, :, heads]), w_BTI[:, :, heads, None]
         q_BXH = q_BTGH.flatten(1, 2)  # X: T times heads
         seen_BXS = (q_BXH @ k_BSH.mT).gt_(0)

@@ -133,11 +133,17 @@ def _probabilities(
     q_BTNH, k_BSKH = target.q_BTNH[:, rows], target.k_BSKH[:, cols]
     group = q_BTNH.shape[2] // k_BSKH.shape[2]
     p_BTX = wide(q_BTNH.new_empty(0)).new_zeros(allowed_BTX.expand(len(q_BTNH), -1, -1).shape)
-    for head, q_BTH in enumerate(q_BTNH.unbind(2)):
-        p_BTX += _of_head(q_BTH, k_BSKH[:, :, head // group], target, allowed_BTX, index_BTX)
+    for head in each_head(q_BTNH.shape[2]):
+        q_BTH, k_BSH = q_BTNH[:, :, head], k_BSKH[:, :, head // group]
+        p_BTX += _of_head(q_BTH, k_BSH, target, allowed_BTX, index_BTX)
     if target.shard is None:
         return p_BTX.div_(q_BTNH.shape[2])
     return target.shard.add(p_BTX) / target.shard.total
+
+
+def each_head(heads: int) -> list[int]:
+    """Return the numbers of the heads, whose probabilities are made one after the other."""
+    return list(range(heads))
 
 
 def _of_head(

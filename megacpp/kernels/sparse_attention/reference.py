@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.kernels.attention.softcap import BLOCK, block_gradients, block_logits, rows_times
+from megacpp.kernels.attention.softcap import (
+    BLOCK,
+    block_gradients,
+    block_logits,
+    block_starts,
+    rows_times,
+)
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
 
@@ -105,7 +111,7 @@ def _blocks(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Query slice, key slice and mask `[B, 1, T, 1, S]` of each block."""
     tokens = chosen_BTC.shape[1]
-    for start in range(0, tokens, BLOCK):
+    for start in block_starts(tokens):
         stop = min(start + BLOCK, tokens)
         end = stop if causal else num_keys
         mask_BTS = chosen_mask(chosen_BTC[:, start:stop], end)
