@@ -21,6 +21,8 @@ from megacpp.launch.record import all_versions
 from megacpp.launch.schema import SCHEMA
 from megacpp.lessons.launch import ADAMW, SMALL
 from megacpp.report.files import read_launch
+from tests.differences import largest
+from tests.figures import Record
 from tests.launch import ROOT, Done, forked, started
 
 KEYS = {
@@ -118,20 +120,28 @@ def test_the_run_folder_is_complete(single: tuple[Path, str], corpus: Path) -> N
     assert result["no_verdict"] and f"  no verdict: {result['no_verdict']}\n" in single[1]
 
 
-def test_two_ranks_are_the_same_run(single: tuple[Path, str], double: Path) -> None:
+def test_two_ranks_are_the_same_run(
+    single: tuple[Path, str], double: Path, record_property: Record
+) -> None:
     assert_same_run(records(single[0]), records(double), limit=1e-12)
     one, two = ((f / "evaluations.jsonl").read_text() for f in (single[0], double))
     assert json.loads(one)["target_bytes"] == json.loads(two)["target_bytes"]
     assert json.loads(one)["loss"] == pytest.approx(json.loads(two)["loss"], rel=1e-12)
+    one_rank, two_ranks = ([r["loss"] for r in records(f)] for f in (single[0], double))
+    apart = largest(abs(a / b - 1) for a, b in zip(one_rank, two_ranks, strict=True))
+    record_property("largest relative difference of a loss, two ranks against one", apart)
 
 
-def test_resume_is_bit_exact_on_the_same_mesh(corpus: Path, double: Path, tmp_path: Path) -> None:
+def test_resume_is_bit_exact_on_the_same_mesh(
+    corpus: Path, double: Path, tmp_path: Path, record_property: Record
+) -> None:
     """20 steps against 10, a new process, and 10 more: a difference of exactly 0."""
     folder = half_way(double, tmp_path)
     train(corpus, folder, 2, *ADAMW)
     assert_same_run(records(double), records(folder), limit=0.0)
     name = "final/model.safetensors"
     assert (folder / name).read_bytes() == (double / name).read_bytes()
+    record_property("steps equal bit for bit in a second run", 20)
 
 
 def test_resume_on_another_world_size(

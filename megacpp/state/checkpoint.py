@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
+import time
 import uuid
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,8 @@ from megacpp.state.rng import rng_state
 
 # DCP holds two copies of a file's content in host memory while it writes that file.
 _FILE_BYTES = 1 << 28
+# Of a rank's part of a save, and of the median of the others: its disk is slow.
+SLOW_S, SLOW_TIMES = 5.0, 3.0
 
 
 def save_checkpoint(
@@ -107,14 +111,17 @@ def save_checkpoint(
             if rank == 0:
                 _prepare(pending, final, whole)
         with agreed(what, fix, group):
-            _write_tensors(pending, tensors, whole, group)
+            seconds = _write_tensors(pending, tensors, whole, group)
         with agreed(what, fix, group):
+            began = time.monotonic()
             files = {p.name: hash_file(p) for p in _own_files(pending)}
             written = sum(map(tensor_bytes, _own_files(pending)))
-        everyone = gather((files, written, rng or rng_state()), group)
+            seconds += time.monotonic() - began
+        everyone = gather((files, written, seconds, rng or rng_state()), group)
         with agreed(what, fix, group):
             if rank == 0:
-                stored = sum(written for _, written, _ in everyone)
+                _name_slow_disks(step, [seconds for *_, seconds, _ in everyone])
+                stored = sum(written for _, written, *_ in everyone)
                 assert stored == whole.num_bytes, f"{stored} bytes of {whole.num_bytes} written"
                 hashes = {name: entry for files, *_ in everyone for name, entry in files.items()}
                 state = {"extra": extra, "rng": [rng for *_, rng in everyone]}
@@ -220,15 +227,39 @@ def _write_tensors(
     tensors: Mapping[str, Tensor],
     whole: Catalogue,
     group: dist.ProcessGroup | None,
-) -> None:
+) -> float:
+    """Write this rank's part; return the seconds that its own files took."""
     import torch.distributed.checkpoint as dcp  # slow to import, and not every process saves
 
     ready = {name: t if _packed(t) else t.contiguous() for name, t in tensors.items()}
     files = _split(whole, _FILE_BYTES)
     writer = dcp.HuggingFaceStorageWriter(str(pending), files, save_distributed=True)
+    write, spent = writer.write_data, [0.0]
+
+    def timed(plan: Any, planner: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return write(plan, planner)
+        finally:
+            spent.append(time.monotonic() - began)
+
+    writer.write_data = timed
     with _quiet():
         alone = not is_distributed()
         dcp.save(ready, storage_writer=writer, process_group=group, no_dist=alone)
+    return sum(spent)
+
+
+def _name_slow_disks(step: int, seconds: Sequence[float]) -> None:
+    """Print a line for each rank whose part of a save took far longer than that of the others."""
+    for rank, mine in enumerate(seconds):
+        usual = statistics.median([*seconds[:rank], *seconds[rank + 1 :]] or [mine])
+        if mine > SLOW_S and mine > SLOW_TIMES * usual:
+            print(
+                f"step {step}: warning: the disk of rank {rank} is slow: its part of the "
+                f"checkpoint took {mine:.3g} s, that of the others {usual:.3g} s",
+                flush=True,
+            )
 
 
 def _packed(t: Tensor) -> bool:

@@ -14,6 +14,7 @@ from megacpp.data.shards import BlockSums, read_index, write_index
 from megacpp.data.specials import BOS, EOS, PAD
 from megacpp.data.tokenizer import file_sha256
 from megacpp.errors import DataError
+from tests.figures import Record
 
 SEQ_LEN = 37  # divides nothing here, so that rows start anywhere
 
@@ -232,7 +233,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     refused(tmp_path, r"data\.path=.*: holds no index\.json, so it is not a corpus")
 
 
-def test_truncated_and_missing_shards(damaged: Path) -> None:
+def test_truncated_and_missing_shards(damaged: Path, record_property: Record) -> None:
     shard = damaged / "train-00001.bin"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-2])
@@ -241,6 +242,7 @@ def test_truncated_and_missing_shards(damaged: Path) -> None:
     refused(damaged, r"train-00001\.bin: too long")
     shard.unlink()
     refused(damaged, r"train-00001\.bin: missing, the index lists it")
+    record_property("truncated, lengthened and missing shards refused", 3)
 
 
 def flip(path: Path, at: int) -> None:
@@ -251,10 +253,13 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["train-00000.bin", "validation-00000.bin"])
-def test_one_inverted_byte_is_found_by_verify(name: str, damaged: Path) -> None:
+def test_one_inverted_byte_is_found_by_verify(
+    name: str, damaged: Path, record_property: Record
+) -> None:
     flip(damaged / name, (damaged / name).stat().st_size // 2)
     Corpus(damaged, SEQ_LEN)  # sizes are right
     refused(damaged, rf"{name}: SHA-256 differs from the index \(corrupt\)", verify=True)
+    record_property("inverted bytes found by verify", 1)
 
 
 def test_damaged_boundaries_are_found_at_once(damaged: Path) -> None:
@@ -264,7 +269,7 @@ def test_damaged_boundaries_are_found_at_once(damaged: Path) -> None:
 
 @pytest.mark.parametrize("at", [0, 2 * 800 + 1, -1])
 def test_a_damaged_block_is_found_when_it_is_first_read(
-    at: int, damaged: Path, monkeypatch: pytest.MonkeyPatch
+    at: int, damaged: Path, monkeypatch: pytest.MonkeyPatch, record_property: Record
 ) -> None:
     """Every row of the block is refused, every other row is what it was."""
     sound = Corpus(damaged, SEQ_LEN)
@@ -286,6 +291,7 @@ def test_a_damaged_block_is_found_when_it_is_first_read(
         with pytest.raises(DataError, match=line) as caught:
             corpus.row("train", number)
         assert caught.value.exit_code == 3
+    record_property("damaged blocks found on first read, shard named", 1)
 
 
 def test_files_that_change_under_their_reader_are_named(damaged: Path) -> None:
@@ -385,7 +391,9 @@ def test_counts_that_disagree(damaged: Path) -> None:
     refused(damaged, r"train shards and index disagree on counts")
 
 
-def test_an_id_outside_the_vocabulary_names_shard_and_row(damaged: Path) -> None:
+def test_an_id_outside_the_vocabulary_names_shard_and_row(
+    damaged: Path, record_property: Record
+) -> None:
     first = read_index(damaged)["splits"]["train"]["shards"][0]["tokens"]
     ids = np.fromfile(damaged / "train-00001.bin", "<u2")
     ids[3] = 60_000
@@ -404,6 +412,7 @@ def test_an_id_outside_the_vocabulary_names_shard_and_row(damaged: Path) -> None
     )
     with pytest.raises(DataError, match=message):
         corpus.train_batch([global_row])
+    record_property("ids outside the vocabulary, shard and row named", 1)
 
 
 def test_rows_longer_than_the_data(corpus_path: Path, corpus: Corpus) -> None:

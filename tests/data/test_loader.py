@@ -18,6 +18,7 @@ from megacpp.data.corpus import Corpus
 from megacpp.data.loader import Loader
 from megacpp.errors import DataError
 from parallel.mesh import World
+from tests.figures import Record
 from tests.synthetic import micro_rows
 
 # Data ranks, rows per rank and microbatch, microbatches: 24 rows a step.
@@ -69,7 +70,7 @@ def test_equal_steps_are_the_rows_of_the_step(
 
 @pytest.mark.parametrize(("ranks", "device_batch", "accum"), CUTS)
 def test_any_cut_reads_each_row_once(
-    ranks: int, device_batch: int, accum: int, corpus: Corpus
+    ranks: int, device_batch: int, accum: int, corpus: Corpus, record_property: Record
 ) -> None:
     """Two epochs and a part, from the middle of the first one on."""
     steps = range(2 * corpus.rows_per_epoch // ROWS + 1)
@@ -81,6 +82,7 @@ def test_any_cut_reads_each_row_once(
     n = corpus.rows_per_epoch
     epochs = Counter(corpus.split_row(row) for row in seen if n <= row < 2 * n)
     assert epochs == Counter(range(n))
+    record_property("rows read once over two epochs", len(seen))
 
 
 def test_the_position_follows_each_microbatch(corpus: Corpus) -> None:
@@ -129,7 +131,7 @@ def test_a_pipeline_keeps_its_own_count(chunks: int, corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 4, 11])
-def test_resume_goes_on_at_the_next_row(stop: int, corpus: Corpus) -> None:
+def test_resume_goes_on_at_the_next_row(stop: int, corpus: Corpus, record_property: Record) -> None:
     """Another accumulation, device batch and number of ranks: no row is lost, none comes twice."""
     before = loaders(corpus, 2, 3)
     seen = [row for loader in before for row in rows_of(list(loader.take(stop)))]
@@ -143,6 +145,7 @@ def test_resume_goes_on_at_the_next_row(stop: int, corpus: Corpus) -> None:
             assert loader.microbatches == 0
             rest += rows_of(list(loader.take(2 * accum)))
         assert sorted(seen + rest) == list(range(6 * stop + 2 * ROWS))
+    record_property("resumes on other ranks, no row lost or read twice", len(CUTS))
 
 
 @pytest.mark.parametrize(("ranks", "device_batch"), [(1, 6), (2, 3), (6, 1)])

@@ -10,6 +10,7 @@ from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.shards import fingerprint
 from megacpp.data.sources import TORCH_HEADERS, SourceDocument, find_source, read_items
 from megacpp.errors import DataError
+from tests.figures import Record
 
 
 def items(
@@ -156,12 +157,15 @@ def test_zst_damage_is_noticed(tmp_path: Path) -> None:
         ("[" * 100_000, r"line 2: no valid JSON"),
     ],
 )
-def test_a_broken_line_is_named(line: str, message: str, tmp_path: Path) -> None:
+def test_a_broken_line_is_named(
+    line: str, message: str, tmp_path: Path, record_property: Record
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(DataError, match=message) as caught:
         items(path)
     assert caught.value.exit_code == 3 and "\n" not in str(caught.value)
+    record_property("broken lines of a source named", 1)
 
 
 def test_parquet_columns(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from megacpp.interop.compare import WITHIN, load_model, our_logits
 from megacpp.interop.places import locate, read_model
 from megacpp.run.sample import generate
 from megacpp.state.tensors import model_tensors
+from tests.figures import Record
 from tests.interop.models import CASES, built, final_folder, model_of
 from tests.state.toy import differences
 
@@ -35,7 +36,7 @@ def exported(name: str, folder: Path, *more: str):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
+def test_transformers_computes_the_same(name: str, tmp_path: Path, record_property: Record) -> None:
     model, out = exported(name, tmp_path)
     written = json.loads((out / "config.json").read_text())
     assert written["architectures"] == [f"{CASES[name][0]}ForCausalLM"]
@@ -53,6 +54,11 @@ def test_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
     made = other.generate(IDS[:1, :5], max_new_tokens=200, do_sample=False)[0, 5:].tolist()
     assert generate(model, [IDS[0, :5].tolist()], 200) == [made]
     assert len(set(made)) > 15 or name in LOOPS
+    record_property("models equal in transformers, 200 greedy tokens too", 1)
+    record_property(
+        "largest relative difference of a logit",
+        ((ours - theirs).abs().max() / theirs.abs().max()).item(),
+    )
 
 
 def test_weights_that_are_not_finite_are_refused(
@@ -70,12 +76,15 @@ def test_weights_that_are_not_finite_are_refused(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_folder_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_a_folder_comes_back_bit_for_bit(
+    name: str, tmp_path: Path, record_property: Record
+) -> None:
     model, out = exported(name, tmp_path)
     place = locate(str(out), "run")
     assert read_model(place) == model.config
     back = load_model(place, model.config)
     assert not differences(dict(model_tensors(model)), dict(model_tensors(back)))
+    record_property("exported folders read back bit for bit", 1)
 
 
 def test_a_routers_bias_stays_wide(tmp_path: Path) -> None:

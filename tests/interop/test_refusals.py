@@ -22,6 +22,7 @@ from megacpp.interop.classes import class_of, dropped
 from megacpp.interop.features import FEATURES
 from megacpp.interop.links import links, our_shapes, rows_in
 from megacpp.interop.table import CLASSES
+from tests.figures import Record
 from tests.interop.models import (
     CASES,
     LATENT,
@@ -141,7 +142,7 @@ def changed(pattern: str, changes: dict[str, Any]) -> Config:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_one_line_with_a_setting_and_a_fix(what: str) -> None:
+def test_one_line_with_a_setting_and_a_fix(what: str, record_property: Record) -> None:
     pattern, changes, start, words = REFUSED[what]
     config = changed(pattern, changes)
     with pytest.raises(ConfigError) as error:
@@ -153,6 +154,7 @@ def test_one_line_with_a_setting_and_a_fix(what: str) -> None:
     if "even --model.depth" in line:
         fixed = replace_keys(fixed, {"model.depth": 2})
     assert class_of(fixed.model)
+    record_property("models without a class refused with a fix that works", 1)
 
 
 def typed(line: str) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from megacpp.data.batches import IGNORED, Batch
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.step_sums import Totals
+from tests.differences import largest
+from tests.figures import Record
 from tests.parallel.parity import (
     ROWS,
     TOLERANCE,
@@ -181,9 +183,13 @@ def assert_same(split: Split, other: Split) -> None:
 
 
 @pytest.mark.parametrize("split", [*splits("tokens"), *FEATURES], ids=str)
-def test_any_split_of_a_batch_has_its_gradient(split: Split) -> None:
+def test_any_split_of_a_batch_has_its_gradient(split: Split, record_property: Record) -> None:
     """Ragged labels, rows and microbatches without one; sequence balance and z losses on."""
     assert_same(split, whole(split))
+    record_property("splits of a batch with rows and microbatches without a label", 1)
+    (whole_batch,) = results()[whole(split)]
+    worst = largest(error(o.gradients, whole_batch.gradients)[0] for o in results()[split])
+    record_property("largest relative difference of a gradient", worst)
 
 
 @pytest.mark.parametrize("split", splits("microbatches"), ids=str)

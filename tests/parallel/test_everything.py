@@ -15,7 +15,9 @@ import pytest
 
 from megacpp.config.presets import PER_BLOCK
 from megacpp.config.schema import KEEP, MeshConfig
-from tests.parallel.parity import Run, Trace, check, traces_of
+from tests.differences import largest
+from tests.figures import Record
+from tests.parallel.parity import Run, Trace, check, error, traces_of
 
 
 def mesh(**axes: object) -> MeshConfig:
@@ -45,11 +47,14 @@ def results() -> dict[Run, list[Trace]]:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_the_same_run(run: Run) -> None:
+def test_the_same_run(run: Run, record_property: Record) -> None:
     expected = results()[run.reference][0]
     for losses in expected.auxiliary:
         assert all(losses[term] > 0 for term in ("sequence", "z", "indexer", "top", "mtp")), losses
     check(results()[run], expected, run.dtype)
+    record_property("meshes equal one rank", 1)
+    worst = largest(error(trace.gradients, expected.gradients)[0] for trace in results()[run])
+    record_property("largest relative difference of a gradient", worst)
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.evaluate], ids=str)

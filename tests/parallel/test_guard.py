@@ -29,6 +29,7 @@ from parallel.build import build_model
 from parallel.guard import NonFiniteGuard
 from parallel.mesh import World
 from parallel.step_sums import StepSums
+from tests.figures import Record
 from tests.parallel.parity import Run, batches_of, config_of, world_of
 from tests.ranks import on_worlds
 
@@ -243,7 +244,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("case", [c for c in cases() if c.policy == "skip"], ids=str)
-def test_one_bad_rank_costs_one_step(case: Case) -> None:
+def test_one_bad_rank_costs_one_step(case: Case, record_property: Record) -> None:
     """Nothing moves in the bad step, on any rank; afterwards it is as if it had never been."""
     for seen, other in zip(results()[case], results()[without(case)], strict=True):
         assert [v.healthy for v in seen.statuses] == [True, False, True]
@@ -258,6 +259,7 @@ def test_one_bad_rank_costs_one_step(case: Case) -> None:
             assert torch.isfinite(torch.tensor(seen.statuses[BAD].grad_norm))
             assert f"rank {case.run.world + case.guilty}: " in seen.where
         assert all(v.nonfinite == 0 for i, v in enumerate(seen.statuses) if i != BAD)
+    record_property("steps with a NaN or Inf on one rank, left out on all, the rest bit for bit", 1)
 
 
 def test_where_it_was() -> None:
@@ -290,11 +292,12 @@ def test_training_on_what_is_left(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in cases() if c.policy == "raise"], ids=str)
-def test_raising_names_the_rank(case: Case) -> None:
+def test_raising_names_the_rank(case: Case, record_property: Record) -> None:
     for seen in results()[case]:
         assert len(seen.statuses) == BAD and "Fix:" in seen.raised
         if case.where not in ("shard", "value"):
             assert f"rank {case.run.world - 1}: " in seen.raised
+    record_property("ranks named by train.nonfinite=raise", 1)
 
 
 @pytest.mark.parametrize("case", [c for c in cases() if c.policy == "off"], ids=str)

@@ -16,6 +16,7 @@ import pytest
 
 from megacpp.state.published import latest_checkpoint
 from optim.muon_adamw import MuonAdamW
+from tests.figures import Record
 from tests.launch import Done, forked, started
 from tests.test_run import ADAMW, SMALL, records
 
@@ -92,7 +93,11 @@ def test_weights_that_are_thrown_away_are_not_exported(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_moment_that_is_not_finite_is_never_saved(
-    corpus: Path, tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+    corpus: Path,
+    tmp_path: Path,
+    ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Record,
 ) -> None:
     """Plant a NaN in a moment of the last rank after step 3; the checkpoint of step 2 stays."""
     apply = MuonAdamW.step
@@ -116,6 +121,7 @@ def test_a_moment_that_is_not_finite_is_never_saved(
     saved = folder / "checkpoints/step-000002"
     assert f"{saved} is the newest sound checkpoint" in done.stderr
     assert [p.name for p in saved.parent.iterdir() if p.is_dir()] == [saved.name]
+    record_property("moments that are not finite, never saved", 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

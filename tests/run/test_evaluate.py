@@ -14,6 +14,7 @@ from megacpp.run.evaluate import evaluate, validation_share
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.mesh import World
+from tests.figures import Record
 from tests.model.small import small
 
 SEQ = 32
@@ -40,7 +41,7 @@ def config_of(rows: int, device_batch: int) -> Config:
 
 @pytest.mark.parametrize(("rows", "device_batch", "ranks"), UNEVEN)
 def test_every_row_is_on_one_rank_once(
-    held_out: Corpus, rows: int, device_batch: int, ranks: int
+    held_out: Corpus, rows: int, device_batch: int, ranks: int, record_property: Record
 ) -> None:
     config, past = config_of(rows, device_batch), held_out.num_validation_rows
     shares = [validation_share(held_out, config, rank, ranks) for rank in range(ranks)]
@@ -52,6 +53,7 @@ def test_every_row_is_on_one_rank_once(
     for share in shares:
         for batch in share:
             assert (batch.num_targets > 0) == any(row < wanted for row in batch.rows)
+    record_property("uneven shares of held-out rows, each counted once", 1)
 
 
 def test_the_loss_of_uneven_rows_is_that_of_the_rows_one_by_one(held_out: Corpus) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from megacpp.run.preemption import StopRequest
 from megacpp.state.published import latest_checkpoint
+from tests.figures import Record
 from tests.launch import ROOT, forked
 from tests.ranks import LONG_S, children
 from tests.test_run import ADAMW, SMALL, records
@@ -38,7 +39,7 @@ def test_told_twice_is_told_once() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "told"), [(1, 0), (2, 0), (2, -1)], ids=["one", "agent", "rank"])
 def test_a_run_that_is_told_to_stop_saves(
-    corpus: Path, tmp_path: Path, ranks: int, told: int
+    corpus: Path, tmp_path: Path, ranks: int, told: int, record_property: Record
 ) -> None:
     """Signal the process; torchrun, which signals its two ranks; or only the second rank."""
     folder = tmp_path / "run"
@@ -59,8 +60,10 @@ def test_a_run_that_is_told_to_stop_saves(
         while not (folder / "metrics.jsonl").exists() or len(records(folder)) < 2:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
+        told_at = time.monotonic()
         os.kill([process.pid, *children(process.pid)][told], signal.SIGTERM)
         _, err = process.communicate(timeout=LONG_S)
+        took_s = time.monotonic() - told_at
     finally:
         process.kill()
     assert process.returncode == (75 if ranks == 1 else 1), err  # torchrun's own is 1
@@ -78,3 +81,5 @@ def test_a_run_that_is_told_to_stop_saves(
     assert forked(*flags, ranks=ranks).returncode == 0
     for one, two in zip(records(folder), records(whole), strict=True):
         assert all(one[key] == two[key] for key in ("step", "loss", "grad_norm", "lr"))
+    record_property("runs ended by SIGTERM saved their last step and went on bit for bit", 1)
+    record_property("slowest end, seconds", took_s)

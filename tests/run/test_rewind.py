@@ -23,6 +23,7 @@ from megacpp.data.loader import Loader
 from megacpp.run.step_status import StepStatus
 from parallel.boundary import AccumulationBoundary
 from parallel.step_sums import StepSums
+from tests.figures import Record
 from tests.launch import Done, forked
 from tests.test_run import ADAMW, SMALL, records
 
@@ -76,7 +77,7 @@ def blind(patch: pytest.MonkeyPatch) -> None:
     ids=["one", "two", "ep", "pp"],
 )
 def test_a_rewound_run_never_saw_the_rows(
-    corpus: Path, tmp_path: Path, ranks: int, mesh: str
+    corpus: Path, tmp_path: Path, ranks: int, mesh: str, record_property: Record
 ) -> None:
     folder, twin, on = tmp_path / "run", tmp_path / "twin", mesh.split()
     with pytest.MonkeyPatch.context() as patch:
@@ -104,6 +105,7 @@ def test_a_rewound_run_never_saw_the_rows(
     again = run(corpus, folder, "--train.rewinds", "1", *on, ranks=ranks)
     assert again.returncode == 0 and "resumed at step 6 of 10" in again.stdout, again.stderr
     same_run(folder, twin)
+    record_property("rewound runs equal bit for bit to one without the rows", 1)
 
 
 def same_run(folder: Path, twin: Path) -> None:
@@ -130,7 +132,7 @@ def test_rewinds_are_bounded(corpus: Path, tmp_path: Path) -> None:
         assert again.returncode == 5 and len(rewinds(folder)) == 2, "counted over all starts"
 
 
-def test_spikes_rewind_too(corpus: Path, tmp_path: Path) -> None:
+def test_spikes_rewind_too(corpus: Path, tmp_path: Path, record_property: Record) -> None:
     """A loss ten times as high, for one step after 40."""
     check, made = AccumulationBoundary.check_step, itertools.count(1)
 
@@ -149,3 +151,4 @@ def test_spikes_rewind_too(corpus: Path, tmp_path: Path) -> None:
     assert (one["from"], one["to"], one["rows"]) == (41, 40, [80, 82])
     assert one["why"] == "1 spikes in a row"
     assert [row["step"] for row in records(folder)] == list(range(44))
+    record_property("spikes rewound", 1)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import errno
+import io
+import itertools
 import os
+import random
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +24,13 @@ from megacpp.errors import CheckpointError
 from megacpp.state import checkpoint
 from megacpp.state.checkpoint import load_checkpoint, save_checkpoint, verify
 from megacpp.state.published import latest_checkpoint
+from tests.figures import Record
 from tests.ranks import RankError, run_ranks
 
 # What Python reports before it touches the file system; os.replace reports os.rename.
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 UNTOUCHED, HARMLESS, STOPPED = 0, 3, 9
+KILLS = 40
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
@@ -96,7 +104,13 @@ def disk_full() -> None:
     ids=["a-new-step", "the-same-step-again", "the-only-one-that-stays"],
 )
 def test_interrupted_before_every_file_system_call(
-    two: Path, tmp_path: Path, step: int, keep: int, act: Callable[[], None], ended: int
+    two: Path,
+    tmp_path: Path,
+    step: int,
+    keep: int,
+    act: Callable[[], None],
+    ended: int,
+    record_property: Record,
 ) -> None:
     outcomes = []
     for call in range(1, 200):
@@ -116,6 +130,31 @@ def test_interrupted_before_every_file_system_call(
     assert len(outcomes) >= 15
     if step == 3:
         assert set(outcomes) == {2, 3}  # before and after it was published
+    record_property(
+        "saves ended before a file system call (kill -9 or a full disk), resumed", len(outcomes)
+    )
+
+
+def test_killed_at_any_time(two: Path, record_property: Record) -> None:
+    """Kill the save of one step after another with -9, at random before it would end."""
+    draw, took_s, killed = random.Random(0), 0.0, 0
+    for step in range(3, 3 + KILLS):
+        before, began = loaded_step(two), time.monotonic()
+        pid = os.fork()
+        if not pid:
+            with suppress(BaseException):
+                save(two, step)
+            os._exit(0)
+        if took_s:  # the first is timed
+            time.sleep(draw.uniform(0, took_s))
+            os.kill(pid, signal.SIGKILL)
+        if os.waitpid(pid, 0)[1] == signal.SIGKILL:
+            killed += 1
+        else:
+            took_s = time.monotonic() - began
+        assert loaded_step(two) in (before, step)
+    assert killed
+    record_property("kill -9 at random in a save, resumed", killed)
 
 
 def test_a_failed_save_clears_its_folder(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +209,7 @@ def test_ctrl_c_during_a_save_is_no_failed_save(two: Path, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("moment", ["_write_tensors", "hash_file", "rng_state"])
-def test_a_rank_killed_while_it_saves(two: Path, moment: str) -> None:
+def test_a_rank_killed_while_it_saves(two: Path, moment: str, record_property: Record) -> None:
     """Kill one rank: the other gets an error, not a hang; the checkpoints are unchanged."""
 
     def body(rank: int, world: int) -> None:
@@ -183,6 +222,25 @@ def test_a_rank_killed_while_it_saves(two: Path, moment: str) -> None:
     assert loaded_step(two) == 2
     run_ranks(lambda rank, world: save(two, 3), 2)
     assert loaded_step(two) == 3
+    record_property("ranks killed inside a save, resumed", 1)
+
+
+def test_a_slow_disk_is_named(two: Path) -> None:
+    """The clock of one rank runs in steps of four seconds; the save is complete."""
+
+    def body(rank: int, world: int) -> str:
+        clock = itertools.count(0.0, 4.0 if rank == 1 else 0.0)
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as said:
+            patch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+            save(two, 3)
+        return said.getvalue()
+
+    first, other = run_ranks(body, 2)
+    assert first == (
+        "step 3: warning: the disk of rank 1 is slow: its part of the checkpoint took 8 s, that of "
+        "the others 0 s\n"
+    )
+    assert other == "" and loaded_step(two) == 3
 
 
 # ---- retention ----------------------------------------------------------------------------------
@@ -195,11 +253,14 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("keep", "left"), [(0, [1, 2, 3, 4, 5]), (1, [5]), (2, [4, 5]), (9, [1, 2, 3, 4, 5])]
 )
-def test_the_newest_stay(tmp_path: Path, keep: int, left: list[int]) -> None:
+def test_the_newest_stay(
+    tmp_path: Path, keep: int, left: list[int], record_property: Record
+) -> None:
     for step in range(1, 6):
         save(tmp_path, step, keep)
         assert loaded_step(tmp_path) == step
     assert names(tmp_path) == ["latest", *(f"step-{step:06d}" for step in left)]
+    record_property("saves after which the newest checkpoint verified", 5)
 
 
 def test_overtaken_checkpoints_of_the_future_go_first(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from megacpp.errors import CheckpointError
 from megacpp.state import manifest as manifests
 from megacpp.state.checkpoint import load_checkpoint, save_checkpoint, verify
 from megacpp.state.published import latest_checkpoint
+from tests.figures import Record
 from tests.ranks import run_ranks
 from tests.state.toy import differences, local, toy_state
 
@@ -66,7 +67,7 @@ def test_the_pristine_one_is_fine(folder: Path) -> None:
     assert load_checkpoint(path, toy_state(seed=5))["step"] == 2
 
 
-def test_every_flipped_bit_is_found(folder: Path) -> None:
+def test_every_flipped_bit_is_found(folder: Path, record_property: Record) -> None:
     path = folder / "step-000002"
     draw = random.Random(0)
     for trial in range(FLIPS):
@@ -80,6 +81,7 @@ def test_every_flipped_bit_is_found(folder: Path) -> None:
         assert len(problems) == 1 and file.name in problems[0], f"bit {bit} of {file.name}"
         file.write_bytes(kept)
     assert verify(path) == []
+    record_property("flipped bits found, file named", FLIPS)
 
 
 def truncated(file: Path) -> None:
@@ -108,7 +110,9 @@ def swapped(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [truncated, emptied, halved, deleted, longer, swapped])
 @pytest.mark.parametrize("name", FILES)
-def test_damaged_files_are_named(folder: Path, name: str, damage: Callable[[Path], None]) -> None:
+def test_damaged_files_are_named(
+    folder: Path, name: str, damage: Callable[[Path], None], record_property: Record
+) -> None:
     path = folder / "step-000002"
     damage(path / name)
     whole_manifest_of_another_step = name == "manifest.json" and damage is swapped
@@ -118,6 +122,7 @@ def test_damaged_files_are_named(folder: Path, name: str, damage: Callable[[Path
     else:
         assert ": is corrupt (SHA-256 differs)" in refusal(path)
     assert f"--checkpoint.resume {folder / 'step-000001'}" in refusal(path)
+    record_property("files truncated, emptied, halved, deleted, lengthened or swapped, named", 1)
 
 
 def test_every_rank_refuses_with_the_same_line(folder: Path) -> None:

@@ -23,6 +23,7 @@ from megacpp.state.checkpoint import load_checkpoint, save_checkpoint
 from megacpp.state.export import export_weights, load_exported
 from megacpp.state.manifest import hash_file
 from megacpp.state.published import candidates, read_extra
+from tests.figures import Record
 from tests.state.small import SMALL, build
 from tests.state.test_training import config_of, make
 
@@ -79,7 +80,9 @@ def resume(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "loop"])
 @pytest.mark.parametrize("name", ["manifest.json", "extra.json", "latest", "shard"])
-def test_pipes_and_devices_in_place_of_files(saved: Path, name: str, kind: str) -> None:
+def test_pipes_and_devices_in_place_of_files(
+    saved: Path, name: str, kind: str, record_property: Record
+) -> None:
     path = next(saved.glob("*.safetensors")) if name == "shard" else saved / name
     path = saved.parent / name if name == "latest" else path
     path.unlink()
@@ -96,6 +99,7 @@ def test_pipes_and_devices_in_place_of_files(saved: Path, name: str, kind: str) 
             resume(saved)
     else:
         assert path.name in one_line(lambda: resume(saved))
+    record_property("pipes, devices, folders and loops in place of a file, one line each", 1)
 
 
 def without(key: str) -> Callable[[Any], None]:
@@ -119,7 +123,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_counters_that_no_run_has(saved: Path, change: Callable[[Any], None]) -> None:
+def test_counters_that_no_run_has(
+    saved: Path, change: Callable[[Any], None], record_property: Record
+) -> None:
     path = saved / "extra.json"
     content = json.loads(path.read_text())
     change(content["extra"])
@@ -137,6 +143,7 @@ def test_counters_that_no_run_has(saved: Path, change: Callable[[Any], None]) ->
         make(saved.parent / "none", config_of(), health=Counter()).state.resume(str(saved))
 
     assert str(saved) in one_line(act)
+    record_property("forged counters refused", 1)
 
 
 @pytest.mark.parametrize("text", [DEEP, "7", "[]", "{}", '{"extra": 1}', '{"a":' * 900 + "1"])
@@ -166,9 +173,10 @@ MANIFESTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", MANIFESTS, ids=str)
-def test_manifests_that_hash(saved: Path, changes: dict[str, Any]) -> None:
+def test_manifests_that_hash(saved: Path, changes: dict[str, Any], record_property: Record) -> None:
     rehashed(saved, **changes)
     assert "manifest.json: " in one_line(lambda: resume(saved))
+    record_property("forged manifests refused", 1)
 
 
 def test_deep_nesting_in_a_manifest(saved: Path) -> None:

@@ -27,6 +27,8 @@ from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
+from tests.differences import largest
+from tests.figures import Record
 from tests.parallel.parity import ROWS, Run, Slices, config_of, covered, error, models, world_of
 from tests.parallel.parity import T as SEQ_LEN
 from tests.parallel.parity import slices as slices_of
@@ -165,7 +167,10 @@ def on_ranks(jobs: Mapping[Any, tuple[Run, Path, Path | None]]) -> dict[Any, lis
 
 @pytest.mark.parametrize("name", SAME)
 def test_on_the_same_mesh_to_the_last_bit(
-    straight: dict[str, list[Trace]], resumed: dict[tuple[str, str], list[Trace]], name: str
+    straight: dict[str, list[Trace]],
+    resumed: dict[tuple[str, str], list[Trace]],
+    name: str,
+    record_property: Record,
 ) -> None:
     for found, expected in zip(resumed[name, name], straight[name], strict=True):
         assert found.digests == expected.digests
@@ -174,6 +179,7 @@ def test_on_the_same_mesh_to_the_last_bit(
         assert found.tensors.keys() == expected.tensors.keys()
         for key, part in found.tensors.items():
             assert part.local.equal(expected.tensors[key].local), key
+    record_property("models and meshes resumed, equal bit for bit", 1)
 
 
 @pytest.mark.parametrize(("a", "b"), MOVES)
@@ -182,6 +188,7 @@ def test_on_another_mesh(
     resumed: dict[tuple[str, str], list[Trace]],
     a: str,
     b: str,
+    record_property: Record,
 ) -> None:
     loaded, saved = resumed[a, b], straight[a]
     assert merged([t.digests for t in loaded]) == merged([t.digests for t in saved])
@@ -201,6 +208,10 @@ def test_on_another_mesh(
     for found in loaded:
         worst = error(found.tensors, whole)
         assert worst[0] <= 1e-12, worst
+    record_property("resumed on another mesh", 1)
+    record_property(
+        "largest relative difference after it", largest(error(t.tensors, whole)[0] for t in loaded)
+    )
 
 
 def wholes(of_ranks: list[Slices]) -> Slices:

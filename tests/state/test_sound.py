@@ -23,6 +23,7 @@ from megacpp.state.published import (
     read_extra,
 )
 from megacpp.state.soundness import unsound
+from tests.figures import Record
 from tests.ranks import run_ranks
 from tests.state.test_training import Made, config_of, make
 from tests.state.toy import toy_state
@@ -111,7 +112,9 @@ def test_some_stay_for_ever(tmp_path: Path) -> None:
     assert names(tmp_path) == [f"step-{step:06d}" for step in (4, 8, 10, 11)]
 
 
-def test_damaged_and_bad_ones_rotate_no_sound_one_out(tmp_path: Path) -> None:
+def test_damaged_and_bad_ones_rotate_no_sound_one_out(
+    tmp_path: Path, record_property: Record
+) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, keep=0)
     shard = next((tmp_path / "step-000003").glob("*.safetensors"))
@@ -122,6 +125,7 @@ def test_damaged_and_bad_ones_rotate_no_sound_one_out(tmp_path: Path) -> None:
     assert newest_sound(tmp_path) == tmp_path / "step-000002"
     save(tmp_path, 5, keep=2)
     assert names(tmp_path) == [f"step-{step:06d}" for step in (2, 3, 4, 5)]
+    record_property("damaged or bad checkpoints rotated no sound one out", 1)
 
 
 # ---- damage at a resume -------------------------------------------------------------------------
@@ -160,7 +164,7 @@ def test_damage_falls_back_by_setting_and_names_both(three: Path, file: str) -> 
         resumed(three, "older")
 
 
-def test_every_flip_of_latest_is_said(three: Path) -> None:
+def test_every_flip_of_latest_is_said(three: Path, record_property: Record) -> None:
     """All of its 29 bytes: the newest is resumed, or a line names what is passed over."""
     latest = three / "latest"
     content = latest.read_bytes()
@@ -179,6 +183,7 @@ def test_every_flip_of_latest_is_said(three: Path) -> None:
     assert run.state.changed == [
         f"{latest} is damaged: {three / 'step-000003'} has the latest step"
     ]
+    record_property("flipped bits of `latest` resumed past", 8 * len(content))
 
 
 def test_no_flip_of_extra_blames_a_setting(three: Path, tmp_path: Path) -> None:

@@ -95,6 +95,11 @@ def in_start() -> None:
     before(start, "check_corpus", lambda *_: sleep())
 
 
+def slow_disk() -> None:
+    """Have each file that is flushed to the disk take six seconds longer."""
+    before(os, "fsync", lambda *_: time.sleep(6))
+
+
 def slow() -> None:
     """Add to each step three times what a step of the tests' model takes."""
     from parallel.boundary import AccumulationBoundary
@@ -116,6 +121,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "evaluation": in_evaluation,
     "start": in_start,
     "slow": slow,
+    "slow-disk": slow_disk,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+"""Rows of `make torture` made of what tests recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.figures import figures
+from tests.launch import ROOT
+from tests.torture.__main__ import OWN, ROWS, TESTS
+
+pytest_plugins = ["pytester"]
+
+
+def test_counts_add_up_and_failures_add_none(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("n", [2, 3, 4])
+        def test_one(n, record_property):
+            assert n < 4
+            record_property("kills survived", n)
+            record_property("largest difference", n / 1e9)
+
+        def test_other(): ...
+        """
+    )
+    pytester.runpytest("--junitxml=report.xml", "-p", "no:cacheprovider")
+    found = figures(Path(pytester.path / "report.xml"))
+    assert found == "5 kills survived; largest difference 3e-09; 3 tests passed; 1 failures"
+
+
+def test_every_bar_has_a_row_with_a_figure() -> None:
+    """A row's figure is one of its own attack, or what its tests record."""
+    assert {*TESTS, *OWN} == {*ROWS} >= {f"R{n}" for n in range(1, 26)}
+    for _, files in TESTS.values():
+        texts = [(ROOT / "tests" / name.split("::")[0]).read_text() for name in files.split()]
+        assert all(text.count("    record_property(") for text in texts), files
