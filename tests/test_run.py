@@ -250,7 +250,8 @@ def test_starting_over_moves_the_earlier_run_aside(
     folder = tmp_path / "run"
     shutil.copytree(single[0], folder)
     flags = ["--checkpoint.resume", "never", "--run.steps", "4", "--run.eval-every", "2"]
-    train(corpus, folder, 2, *ADAMW, *flags)
+    done = train(corpus, folder, 2, *ADAMW, *flags)
+    assert done.stdout.count("validation: loss ") == 2
     assert [r["step"] for r in records(folder)] == [0, 1, 2, 3]
     evaluations = (folder / "evaluations.jsonl").read_text().splitlines()
     assert [json.loads(e)["step"] for e in evaluations] == [1, 3]

@@ -166,6 +166,17 @@ def same(found: Any, want: Any, limit: float, where: Any) -> None:
         assert found == want, where
 
 
+def test_a_sanitized_step_updates_and_is_not_saved(corpus: Path, tmp_path: Path) -> None:
+    paths = ["--data.path", str(corpus), "--run.dir", str(tmp_path)]
+    flags = "--train.device-batch-size 4 --train.nonfinite sanitize --checkpoint.keep 0".split()
+    with going_wrong(2, 0, nan={EVERY - 1}):
+        done = forked("tiny", *flags_of("fp64"), *paths, *flags, "--run.steps", str(2 * EVERY))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["skipped"] for row in records(tmp_path)] == [False] * 2 * EVERY
+    kept = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
+    assert kept == [f"step-{2 * EVERY:06}"]
+
+
 def test_the_table_has_every_wire(corpus: Path) -> None:
     """Each of these would be a dead wire otherwise."""
     ahead, labels, half = (by_hand(name, corpus) for name in ("fp64", "no labels", "fp16"))
