@@ -301,8 +301,9 @@ def _style(name: str, model: HybridLM) -> type[ShardModule]:
         "tables": ShardTable,
         "top": ShardTop,
         "head": ShardHead,
-        "g_norm": ShardNorm,
     }
+    if isinstance(model.get_submodule(name), NormOverHeads):
+        return ShardNorm
     return styles.get(last, ShardModule)
 
 

@@ -34,6 +34,7 @@ class ModelConfig:
     )
     tie_embeddings: bool = setting(False, "Use one matrix for embedding and head.")
     norm_eps: float = setting(1e-5, "Epsilon of every RMS norm.", above=0)
+    post_norm: bool = setting(False, "Norm what a block's mixer returns, not what it is given.")
     logit_softcap: float | None = setting(
         None, "Soft cap (tanh) on the head's logits (none: off).", above=0
     )

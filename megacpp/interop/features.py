@@ -100,6 +100,12 @@ def _sparse(model: ModelConfig) -> str:
     return "each layer" if set(kinds) == {"A.index"} else "choices shared"
 
 
+def _head_norms(model: ModelConfig) -> str:
+    if not model.attention.qk_norm or model.attention.kind == "mla":
+        return "no"
+    return "wide" if model.attention.qk_norm_wide else "yes"
+
+
 def _yes(test: Callable[[ModelConfig], bool]) -> Callable[[ModelConfig], str]:
     return lambda model: "yes" if test(model) else "no"
 
@@ -153,8 +159,11 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "qk_norm": Feature(
         "model.attention.qk_norm",
-        _yes(lambda model: model.attention.qk_norm and model.attention.kind == "gqa"),
-        _switch("model.attention.qk_norm"),
+        _head_norms,
+        {**_switch("model.attention.qk_norm"), "wide": "model.attention.qk_norm_wide=true"},
+    ),
+    "norms behind mixers": Feature(
+        "model.post_norm", _yes(attrgetter("post_norm")), _switch("model.post_norm")
     ),
     "qkv_bias": Feature(
         "model.attention.qkv_bias",

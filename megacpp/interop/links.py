@@ -139,7 +139,8 @@ def links(
     yield linker.link("model.embed_tokens.weight", HFTensor("", ("embed.weight",)), "")
     for layer, kind in enumerate(layer_kinds(model)):
         there, ours = f"model.layers.{layer // 2}.", f"blocks.{layer}."
-        norm = "post_attention_layernorm" if layer % 2 else "input_layernorm"
+        norms = ("input", "post_attention", "post_feedforward")
+        norm = f"{norms[layer % 2 + model.post_norm]}_layernorm"
         yield linker.link(there, HFTensor(f"{norm}.weight", ("norm.weight",)), ours)
         letter = kind[0]
         tensors = (more or {}).get(letter) or one.tensors.get(letter) or KINDS[letter].hf

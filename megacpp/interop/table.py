@@ -31,6 +31,7 @@ NEVER = {
     "query latent": ("no",),
     "qkv_bias": ("no",),
     "partial rotary": ("no",),
+    "norms behind mixers": ("no",),
     "heads divide the width": ANY,
 }
 PLAIN = {
@@ -123,6 +124,40 @@ CLASSES = (
         {"hidden_act": "silu", "use_sliding_window": False},
         {**DEFAULTS, "use_sliding_window": False},
         {"attention.qkv_bias": True},
+    ),
+    HFClass(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        {**DENSE_ONLY, "qk_norm": ("wide",), "norms behind mixers": ("yes",)},
+        (*COMMON, keys.GQA, DENSE, keys.alike("AF")),
+        BASIC,
+        {**DEFAULTS, "rms_norm_eps": 1e-5},
+        {"attention.qk_norm": True, "attention.qk_norm_wide": True, "post_norm": True},
+    ),
+    HFClass(
+        "OlmoeForCausalLM",
+        "olmoe",
+        {
+            **PLAIN,
+            "feed-forward": ("E alone",),
+            "router": SOFTMAX,
+            "qk_norm": ("wide",),
+            "heads divide the width": ("yes",),
+        },
+        (
+            *COMMON,
+            keys.GQA,
+            keys.experts("num_experts", "intermediate_size"),
+            keys.SOFTMAX_ORDER,
+            keys.alike("AE"),
+        ),
+        {**BASIC, "clip_qkv": None},
+        {**DEFAULTS, "rms_norm_eps": 1e-5, "norm_topk_prob": False},
+        {
+            "attention.qk_norm": True, "attention.qk_norm_wide": True, "moe.score": "softmax",
+            "moe.num_shared": 0,
+        },
+        changes=FOLDED,
     ),
     HFClass(
         "MixtralForCausalLM",

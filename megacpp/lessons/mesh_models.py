@@ -43,7 +43,8 @@ def models() -> dict[str, ModelConfig]:
             mlp=replace(plain.mlp, activation="relu2"),
         ),
         "bias": replace(
-            plain,
+            options["gqa_bias"],
+            vocab_size=plain.vocab_size,
             pattern="AE",
             depth=2,
             attention=replace(

@@ -81,8 +81,10 @@ def variants() -> dict[str, ModelConfig]:
         "gqa_sparse": replace(base, attention=replace(base.attention, sparse=SPARSE)),
         "gqa_bias": replace(
             base,
+            post_norm=True,
             attention=replace(
                 base.attention,
+                qk_norm_wide=True,
                 qkv_bias=True,
                 rope_fraction=0.5,
                 max_seq_len=64,

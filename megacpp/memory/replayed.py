@@ -31,7 +31,7 @@ def replayed_flops_per_token(config: Config) -> float:
         total += 2.0 * KINDS[letter].replayed(config)
         if pieces >= BLOCK:
             total += block_flops(kind, model, config.data.seq_len)
-            if model.mhc.streams == 1 or group is not None:
+            if not model.post_norm and (model.mhc.streams == 1 or group is not None):
                 total -= 2.0 * KINDS[letter].last_product(model)
             total += _padded_values(config) if kind.partition("+")[0] == "A" else 0.0
             total += _learnt_again(config) if "A.index" in kind else 0.0

@@ -1,4 +1,4 @@
-"""Residual layer: x + mixer(norm(x)), with the mixer that its letter names."""
+"""Residual layer: x + mixer(norm(x)) or x + norm(mixer(x)), the mixer that its letter names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megacpp.model.recompute import PLAIN, Recompute
 
 
 class Block(nn.Module):
-    """Pre-norm residual block, `[B, T, D]` to `[B, T, D]`.
+    """Residual block with its norm before or behind the mixer, `[B, T, D]` to `[B, T, D]`.
 
     With hyper-connections streams `[B, T, n, D]` go in and come out, and what the mixer returns may
     run again without them (megacpp/blocks/hyper_connections/module.py).
@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.letter, self.kind, self.layer = kind[0], kind, layer
         remembers = "+engram" in kind
         self.engram = Engram(config, layer, config.mhc.streams) if remembers else None
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm, self.post_norm = RMSNorm(config.dim, config.norm_eps), config.post_norm
         # Any: nn.Module declares none of forward(x, docs), init_state, step and init_rules.
         self.mixer: Any = KINDS[self.letter].build(kind, config, layer)
         several = config.mhc.streams > 1
@@ -65,11 +65,11 @@ class Block(nn.Module):
             out_BTD, memory = self.engram.prefill(x_BTD, docs)
             x_BTD = x_BTD + out_BTD
         if self.connection is None:
-            y_BTD, state = self.mixer.prefill(self.norm(x_BTD), docs)
+            y_BTD, state = self._around(self.mixer.prefill, x_BTD, docs)
             x_BTD = x_BTD + y_BTD
         else:
             u_BTD, *coefficients = self.connection.read(x_BTD)
-            y_BTD, state = self.mixer.prefill(self.norm(u_BTD), docs)
+            y_BTD, state = self._around(self.mixer.prefill, u_BTD, docs)
             x_BTD = self.connection.mix(x_BTD, y_BTD, *coefficients)
         return x_BTD, state if self.engram is None else (memory, state)
 
@@ -109,12 +109,19 @@ class Block(nn.Module):
 
     def _step(self, x_BD: Tensor, state: Any) -> tuple[Tensor, Any]:
         if self.connection is None:
-            y_BD, state = self.mixer.step(self.norm(x_BD), state)
+            y_BD, state = self._around(self.mixer.step, x_BD, state)
             return x_BD + y_BD, state
         u_BD, *coefficients = self.connection.read(x_BD)
-        y_BD, state = self.mixer.step(self.norm(u_BD), state)
+        y_BD, state = self._around(self.mixer.step, u_BD, state)
         return self.connection.mix(x_BD, y_BD, *coefficients), state
 
     def _mixed(self, x_BTD: Tensor, docs: Documents) -> Tensor:
         """Return the mixer's output, which is added to the stream, `[B, T, D]`."""
+        if self.post_norm:
+            return self.recompute("norm", self.norm, self.mixer(x_BTD, docs))
         return self.mixer(self.recompute("norm", self.norm, x_BTD), docs)
+
+    def _around(self, mix: Any, x: Tensor, context: Any) -> tuple[Tensor, Any]:
+        """Return the output and the state of a mixer's prefill or step, normed on one side."""
+        y, state = mix(x if self.post_norm else self.norm(x), context)
+        return self.norm(y) if self.post_norm else y, state

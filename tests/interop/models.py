@@ -40,6 +40,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_tied": ("Qwen3", "AFAF", {"tie_embeddings": True}),
     "qwen3_yarn": ("Qwen3", "AFAF", {**WIDE, "attention.yarn": YARN}),
     "qwen3_heads": ("Qwen3", "AFAF", {"attention.num_heads": 6}),
+    "olmo2": ("Olmo2", "AFAF", {"attention.qk_norm_wide": True, "post_norm": True}),
+    "olmoe": (
+        "Olmoe",
+        "AEAE",
+        {**SOFTMAX, "attention.qk_norm_wide": True, "moe.num_shared": 0, "attention.head_dim": 6},
+    ),
     "mixtral": ("Mixtral", "AEAE", {**SOFTMAX, **NO_NORM, "moe.num_shared": 0}),
     "mixtral_scaled": (
         "Mixtral",

@@ -72,6 +72,8 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "arcee": ("Arcee", {**COMMON, "rms_norm_eps": 1e-5}, {}),
     "qwen3_tied": ("Qwen3", {**COMMON, "tie_word_embeddings": True, "head_dim": 16}, {}),
     "qwen3_sharded": ("Qwen3", {**COMMON, "head_dim": 16}, {"max_shard_size": "20KB"}),
+    "olmo2": ("Olmo2", COMMON, {}),
+    "olmoe": ("Olmoe", {**COMMON, "num_experts": 6, "num_experts_per_tok": 2}, {}),
     "mixtral": ("Mixtral", {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}, {}),
     "qwen3_moe": ("Qwen3Moe", QWEN_MOE, {}),
     "qwen3_moe_step": (

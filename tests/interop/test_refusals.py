@@ -67,6 +67,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "model.attention.yarn.mscale=0.7",
         "--model.attention.yarn.mscale 0",
     ),
+    "norms on both sides of the classes": (
+        "AE",
+        {"post_norm": True},
+        "model.post_norm=True",
+        "--model.post-norm false",
+    ),
     "logits": ("AF", {"logit_softcap": 30.0}, "model.logit_softcap=30.0", "--model.logit-softcap"),
     "nulls": ("AE", {"moe.null_rho": 0.5}, "model.moe.null_rho=0.5", "--model.moe.null-rho 1"),
     "relu2 experts": ("AE", {"moe.activation": "relu2"}, "model.moe.activation=relu2", "swiglu"),

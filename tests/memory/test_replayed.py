@@ -47,6 +47,9 @@ def run_of(attention: AttentionConfig | None, pattern: str, relu2: bool = False)
 
 RUNS = {
     "gqa": run_of(None, "AFEMRA"),
+    "norms behind": replace(
+        run_of(None, "AFA"), model=replace(run_of(None, "AFA").model, post_norm=True)
+    ),
     "relu2": run_of(None, "FEF", relu2=True),
     "mla": run_of(MLA, "AA"),
     "mla, no latent of queries": run_of(replace(MLA, q_lora_rank=0), "AA"),

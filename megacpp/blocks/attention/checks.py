@@ -9,6 +9,7 @@ from megacpp.errors import ConfigError, config_error
 from megacpp.model.primes import nearest_divisor
 
 if TYPE_CHECKING:
+    from megacpp.blocks.attention.config import AttentionConfig
     from megacpp.config.schema import Config
 
 
@@ -33,7 +34,7 @@ def checks(config: Config) -> Iterator[ConfigError]:
                 _even(a.qk_rope_head_dim),
             )
         gqa_only = {"qk_norm": a.qk_norm, "softcap": a.softcap, "qkv_bias": a.qkv_bias}
-        gqa_only["rope_fraction"] = a.rope_fraction < 1
+        gqa_only |= {"rope_fraction": a.rope_fraction < 1, "qk_norm_wide": a.qk_norm_wide}
         for name in (name for name, value in gqa_only.items() if value):
             yield config_error(
                 f"model.attention.{name}",
@@ -49,6 +50,13 @@ def checks(config: Config) -> Iterator[ConfigError]:
             a.num_kv_heads,
             f"must divide model.attention.num_heads ({a.num_heads})",
             f"use model.attention.num_kv_heads={near}",
+        )
+    if a.qk_norm_wide and not a.qk_norm:
+        yield config_error(
+            "model.attention.qk_norm_wide",
+            True,
+            "says how to normalise queries and keys, which model.attention.qk_norm=False doesn't",
+            "use model.attention.qk_norm=true, or model.attention.qk_norm_wide=false",
         )
     weights_alone = {
         "recompute.compress": (config.recompute.compress, 0),
@@ -77,6 +85,32 @@ def checks(config: Config) -> Iterator[ConfigError]:
             f"rotary pairs need an even number of dims, of {a.head_dim} it takes "
             f"{int(a.head_dim * a.rope_fraction)}",
             "use model.attention.rope_fraction=1",
+        )
+
+
+def check_heads(config: AttentionConfig) -> None:
+    """Check the soft cap, head counts and head dims of attention.
+
+    Raises:
+        ConfigError: a value that attention can't work with.
+    """
+    key = "model.attention"
+    if config.softcap is not None and config.softcap <= 0:
+        raise config_error(
+            f"{key}.softcap", config.softcap, "must be above 0", "use None for no cap"
+        )
+    if config.kind == "gqa" and config.num_heads % config.num_kv_heads:
+        raise config_error(
+            f"{key}.num_kv_heads",
+            config.num_kv_heads,
+            f"must divide model.attention.num_heads ({config.num_heads})",
+            "use a divisor",
+        )
+    field = "head_dim" if config.kind == "gqa" else "qk_rope_head_dim"
+    rotated = getattr(config, field)
+    if rotated % 2 or rotated < 2:
+        raise config_error(
+            f"{key}.{field}", rotated, "rotary turns pairs, it must be even", "use an even number"
         )
 
 

@@ -68,6 +68,7 @@ class AttentionConfig:
         1.0, "Rotated part of a query or key head of gqa; the first dims.", above=0, at_most=1
     )
     qk_norm: bool = setting(False, "Normalise queries and keys of gqa.")
+    qk_norm_wide: bool = setting(False, "Normalise over all heads at once; with qk_norm.")
     qkv_bias: bool = setting(False, "Add a bias to queries, keys and values of gqa.")
     softcap: float | None = setting(
         None, "Soft cap (tanh) on attention logits of gqa (none: off).", above=0

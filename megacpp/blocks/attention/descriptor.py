@@ -79,9 +79,19 @@ def biased(model: ModelConfig) -> bool:
     return is_gqa(model) and model.attention.qkv_bias
 
 
-def normed_heads(model: ModelConfig) -> bool:
+def normed(model: ModelConfig) -> bool:
     """Return whether queries and keys of grouped-query attention are normalised."""
     return is_gqa(model) and model.attention.qk_norm
+
+
+def normed_heads(model: ModelConfig) -> bool:
+    """Return whether queries and keys are normalised head by head."""
+    return normed(model) and not model.attention.qk_norm_wide
+
+
+def normed_wide(model: ModelConfig) -> bool:
+    """Return whether queries and keys are normalised over all heads at once."""
+    return normed(model) and model.attention.qk_norm_wide
 
 
 def dims(model: ModelConfig) -> dict[str, int]:
@@ -136,6 +146,8 @@ PARAMETERS = (
     Parameter(("wo.weight",), "[D, W_tp]", "muon", fp8=True, when=is_mla),
     Parameter(("q_norm.weight",), "[N]", "vector", fp32=True, when=normed_heads),
     Parameter(("k_norm.weight",), "[N]", "vector", fp32=True, when=normed_heads),
+    Parameter(("q_norm.weight",), "[Q_tp]", "vector", fp32=True, when=normed_wide),
+    Parameter(("k_norm.weight",), "[K_tp]", "vector", fp32=True, when=normed_wide),
     Parameter(("indexer.wq_b.weight",), "[X, Xq]", "adamw", within=".index"),
     Parameter(("indexer.wk.weight",), "[Xd, D]", "adamw", within=".index"),
     Parameter(
@@ -155,8 +167,8 @@ HF = (
     HFTensor("self_attn.q_proj.bias", ("wq.bias",), "halves", when=biased),
     HFTensor("self_attn.k_proj.bias", ("wk.bias",), "halves", when=biased),
     HFTensor("self_attn.v_proj.bias", ("wv.bias",), when=biased),
-    HFTensor("self_attn.q_norm.weight", ("q_norm.weight",), "halves", when=normed_heads),
-    HFTensor("self_attn.k_norm.weight", ("k_norm.weight",), "halves", when=normed_heads),
+    HFTensor("self_attn.q_norm.weight", ("q_norm.weight",), "halves", when=normed),
+    HFTensor("self_attn.k_norm.weight", ("k_norm.weight",), "halves", when=normed),
     HFTensor("self_attn.q_proj.weight", ("wq.weight",), when=direct_latents),
     HFTensor("self_attn.q_a_proj.weight", ("wq_a.weight",), when=latent_queries),
     HFTensor("self_attn.q_a_layernorm.weight", ("q_norm.weight",), when=latent_queries),

@@ -11,18 +11,17 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megacpp.blocks.attention.config import AttentionConfig
+from megacpp.blocks.attention.checks import check_heads
 from megacpp.blocks.attention.logits import LogitRecorder
 from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate, softmax_scale
 from megacpp.config.schema import ModelConfig
-from megacpp.errors import config_error
 from megacpp.kernels.attention.reference import attend, attention_between, causal_attention
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.sparse_attention.reference import chosen_mask
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule, output_rule
-from megacpp.model.norm import RMSNorm
+from megacpp.model.norm import NormOverHeads, RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute, recomputing
 from megacpp.model.token_cache import TokenCache
 
@@ -154,9 +153,9 @@ class CoreAttention(nn.Module):
 class GroupedQueryAttention(nn.Module):
     """Causal attention, N query heads on K key/value heads (GQA, arXiv 2305.13245).
 
-    Rotary on queries and keys, which RMSNorm over the head dim may precede (`qk_norm`). Keeps
-    2 K H numbers per token for decoding. The head count is read from the activations, so that a
-    rank may hold some of the heads.
+    Rotary on queries and keys, which RMSNorm over the head dim or all heads may precede
+    (`qk_norm`). Keeps 2 K H numbers per token for decoding. The head count is read from the
+    activations, so that a rank may hold some of the heads.
 
     Raises:
         ConfigError: heads that don't divide, an odd head dim, a soft cap that isn't positive.
@@ -176,7 +175,10 @@ class GroupedQueryAttention(nn.Module):
         self.wv = nn.Linear(config.dim, kv_dim, bias=attention.qkv_bias)
         self.wo = nn.Linear(query_dim, config.dim, bias=False)
         self.inner = CoreAttention(softmax_scale(attention.head_dim, attention), attention.softcap)
-        if attention.qk_norm:
+        if attention.qk_norm and attention.qk_norm_wide:
+            self.q_norm: RMSNorm = NormOverHeads(query_dim, config.norm_eps)
+            self.k_norm: RMSNorm = NormOverHeads(kv_dim, config.norm_eps)
+        elif attention.qk_norm:
             self.q_norm = RMSNorm(attention.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(attention.head_dim, config.norm_eps)
 
@@ -243,30 +245,10 @@ class GroupedQueryAttention(nn.Module):
 
     def _normed(self, q: Tensor, k: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor]:
         """Norm and rotate queries and keys; as one region, only the arguments are saved."""
+        if self.config.attention.qk_norm_wide:
+            q, k = (
+                norm(x.flatten(2)).unflatten(2, x.shape[2:])
+                for norm, x in ((self.q_norm, q), (self.k_norm, k))
+            )
+            return rotate(q, table_BTP2), rotate(k, table_BTP2)
         return rotate(self.q_norm(q), table_BTP2), rotate(self.k_norm(k), table_BTP2)
-
-
-def check_heads(config: AttentionConfig) -> None:
-    """Check the soft cap, head counts and head dims of attention.
-
-    Raises:
-        ConfigError: a value that attention can't work with.
-    """
-    key = "model.attention"
-    if config.softcap is not None and config.softcap <= 0:
-        raise config_error(
-            f"{key}.softcap", config.softcap, "must be above 0", "use None for no cap"
-        )
-    if config.kind == "gqa" and config.num_heads % config.num_kv_heads:
-        raise config_error(
-            f"{key}.num_kv_heads",
-            config.num_kv_heads,
-            f"must divide model.attention.num_heads ({config.num_heads})",
-            "use a divisor",
-        )
-    field = "head_dim" if config.kind == "gqa" else "qk_rope_head_dim"
-    rotated = getattr(config, field)
-    if rotated % 2 or rotated < 2:
-        raise config_error(
-            f"{key}.{field}", rotated, "rotary turns pairs, it must be even", "use an even number"
-        )

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacpp.blocks.attention.gqa import CoreAttention, check_heads
+from megacpp.blocks.attention.checks import check_heads
+from megacpp.blocks.attention.gqa import CoreAttention
 from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate, softmax_scale
 from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents, documents_of
