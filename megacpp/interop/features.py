@@ -162,6 +162,11 @@ FEATURES: Mapping[str, Feature] = {
         _head_norms,
         {**_switch("model.attention.qk_norm"), "wide": "model.attention.qk_norm_wide=true"},
     ),
+    "output gate": Feature(
+        "model.attention.output_gate",
+        _yes(lambda model: model.attention.output_gate and model.attention.kind == "gqa"),
+        _switch("model.attention.output_gate"),
+    ),
     "norms behind mixers": Feature(
         "model.post_norm", _yes(attrgetter("post_norm")), _switch("model.post_norm")
     ),

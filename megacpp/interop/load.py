@@ -33,8 +33,8 @@ from megacpp.state.manifest import DamagedError, file_problems, read_manifest, s
 from megacpp.state.tensors import model_tensors
 from megacpp.terminal.progress import counted
 
-# Tensors of published folders that no function of theirs reads.
-TABLES = (".rotary_emb.inv_freq",)
+# Tensors of published folders that no function of theirs reads, by their ends and their starts.
+TABLES, AHEAD = (".rotary_emb.inv_freq",), "mtp."
 AT_ONCE = 1 << 20  # numbers that are read at once
 
 
@@ -166,6 +166,7 @@ def _open_hf(place: WeightsFolder, config: HFConfig, model: ModelConfig) -> Weig
         name
         for name in stored.shapes
         if name.endswith(TABLES)
+        or name.startswith(AHEAD)
         or ((number := ahead.match(name)) is not None and int(number[1]) >= layers)
         or (model.tie_embeddings and name == "lm_head.weight")
     )

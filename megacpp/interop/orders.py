@@ -23,10 +23,13 @@ def halves(model: ModelConfig, rows: Sequence[int]) -> Tensor:
 
 
 def gated_queries(model: ModelConfig, rows: Sequence[int]) -> Tensor:
-    """Return `halves`, each head followed by as many rows of zeros: a gate of 1/2."""
-    dim = model.attention.head_dim
-    index_NH = halves(model, rows).view(-1, dim)
-    return torch.cat((index_NH, torch.full_like(index_NH, -1)), 1).flatten()
+    """Return `halves`, each head followed by its gate: zeros, so 1/2, where queries are alone."""
+    dim, queries = model.attention.head_dim, rows[0]
+    index_NH = halves(model, (queries,)).view(-1, dim)
+    gate_NH = torch.arange(queries, sum(rows)).view(-1, dim)
+    if len(rows) == 1:
+        gate_NH = torch.full_like(index_NH, -1)
+    return torch.cat((index_NH, gate_NH), 1).flatten()
 
 
 def rotated_last(model: ModelConfig, rows: Sequence[int]) -> Tensor:

@@ -17,6 +17,11 @@ def twice_if_ungated(model: ModelConfig) -> float:
     return 1.0 if model.moe.shared_gate else 2.0
 
 
+def twice_if_no_output_gate(model: ModelConfig) -> float:
+    """Return 2 for an output projection behind gates that are written as zeros."""
+    return 1.0 if model.attention.output_gate else 2.0
+
+
 def ungated(model: ModelConfig) -> bool:
     """Return whether a shared expert has no gate."""
     return not model.moe.shared_gate

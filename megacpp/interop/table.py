@@ -19,6 +19,7 @@ from megacpp.interop.rewrites import (
     ONE_SHARED,
     PADDED,
     route_scale,
+    twice_if_no_output_gate,
 )
 
 # ---- features and rules that classes share ------------------------------------------------------
@@ -32,6 +33,7 @@ NEVER = {
     "qkv_bias": ("no",),
     "partial rotary": ("no",),
     "norms behind mixers": ("no",),
+    "output gate": ("no",),
     "heads divide the width": ANY,
 }
 PLAIN = {
@@ -269,6 +271,7 @@ CLASSES = (
             "qk_norm": ("yes",),
             "Gated DeltaNet": ANY,
             "partial rotary": ANY,
+            "output gate": ANY,
         },
         (
             *COMMON,
@@ -286,12 +289,15 @@ CLASSES = (
             **DEFAULTS, "partial_rotary_factor": 0.25, "norm_topk_prob": True, "head_dim": 256,
             "decoder_sparse_step": 1, "full_attention_interval": 4,
         },
-        {"attention.qk_norm": True, "moe.score": "softmax", "moe.shared_gate": True},
+        {
+            "attention.qk_norm": True, "attention.output_gate": True, "moe.score": "softmax",
+            "moe.shared_gate": True,
+        },
         rename=ONE_SHARED,
         changes={
             **GATED_SHARED,
             "self_attn.q_proj.weight": Change(order="gated_queries"),
-            "self_attn.o_proj.weight": Change(scale=2.0),
+            "self_attn.o_proj.weight": Change(scale=twice_if_no_output_gate),
             "self_attn.q_norm.weight": FROM_ZERO,
             "self_attn.k_norm.weight": FROM_ZERO,
             "input_layernorm.weight": FROM_ZERO,

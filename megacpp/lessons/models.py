@@ -86,6 +86,7 @@ def variants() -> dict[str, ModelConfig]:
                 base.attention,
                 qk_norm_wide=True,
                 qkv_bias=True,
+                output_gate=True,
                 rope_fraction=0.5,
                 max_seq_len=64,
                 yarn=YarnConfig(4, 8.0, beta_fast=4, beta_slow=1, mscale=0.0, ramp="turns"),

@@ -68,6 +68,16 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3_next": ("Qwen3Next", "AEAE", SOFTMAX),
     "qwen3_next_gated": ("Qwen3Next", "AEAF", {**SOFTMAX, "moe.shared_gate": True}),
+    "qwen3_next_published": (
+        "Qwen3Next",
+        "GEAE",
+        {
+            **SOFTMAX,
+            "attention.rope_fraction": 0.25,
+            "attention.output_gate": True,
+            "moe.shared_gate": True,
+        },
+    ),
     "qwen3_next_delta": ("Qwen3Next", "GEGEAE", {**SOFTMAX, "attention.rope_fraction": 0.25}),
     "glm4": ("Glm4Moe", "AEAE", {"moe.num_groups": 2, "moe.route_scale": 2.5}),
     "glm4_bias": ("Glm4Moe", "AEAE", {"attention.qkv_bias": True}),

@@ -109,6 +109,20 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **QWEN_MOE,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 28,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 10,
+            "linear_value_head_dim": 8,
+        },
+        {},
+    ),
     "glm4": (
         "Glm4Moe",
         {
@@ -183,6 +197,8 @@ def saved(name: str, folder: Path) -> Any:
         for key, t in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in key:
                 t.copy_(0.75 + torch.rand(t.shape))
+                if kind == "Qwen3Next":  # published in bf16; 1 is added to these
+                    t.copy_((t - 1).bfloat16())
             elif "inv_freq" not in key:
                 t.mul_(6).add_(0.05 * torch.randn(t.shape) if "bias" in key else 0)
     model.save_pretrained(folder, **how)

@@ -67,6 +67,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "model.attention.yarn.mscale=0.7",
         "--model.attention.yarn.mscale 0",
     ),
+    "output gate": (
+        "AE",
+        {"attention.output_gate": True},
+        "model.attention.output_gate=True",
+        "--model.attention.output-gate false",
+    ),
     "norms on both sides of the classes": (
         "AE",
         {"post_norm": True},

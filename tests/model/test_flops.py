@@ -69,6 +69,7 @@ def variants() -> dict[str, tuple[str, ModelConfig]]:
     replace = dataclasses.replace
     return {
         "gqa": ("A", base),
+        "gated gqa": ("A", replace(base, attention=replace(base.attention, output_gate=True))),
         "mla": ("A", replace(base, attention=mla)),
         "gqa index": ("A.index", chosen(base)),
         "mla index": ("A.index", chosen(replace(base, attention=mla))),

@@ -35,6 +35,7 @@ def checks(config: Config) -> Iterator[ConfigError]:
             )
         gqa_only = {"qk_norm": a.qk_norm, "softcap": a.softcap, "qkv_bias": a.qkv_bias}
         gqa_only |= {"rope_fraction": a.rope_fraction < 1, "qk_norm_wide": a.qk_norm_wide}
+        gqa_only["output_gate"] = a.output_gate
         for name in (name for name, value in gqa_only.items() if value):
             yield config_error(
                 f"model.attention.{name}",

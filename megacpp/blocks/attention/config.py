@@ -70,6 +70,9 @@ class AttentionConfig:
     qk_norm: bool = setting(False, "Normalise queries and keys of gqa.")
     qk_norm_wide: bool = setting(False, "Normalise over all heads at once; with qk_norm.")
     qkv_bias: bool = setting(False, "Add a bias to queries, keys and values of gqa.")
+    output_gate: bool = setting(
+        False, "Multiply what heads of gqa return by the sigmoid of a projection."
+    )
     softcap: float | None = setting(
         None, "Soft cap (tanh) on attention logits of gqa (none: off).", above=0
     )

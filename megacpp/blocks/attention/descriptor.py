@@ -79,6 +79,16 @@ def biased(model: ModelConfig) -> bool:
     return is_gqa(model) and model.attention.qkv_bias
 
 
+def output_gated(model: ModelConfig) -> bool:
+    """Return whether a projection of the input gates what the heads return."""
+    return is_gqa(model) and model.attention.output_gate
+
+
+def ungated(model: ModelConfig) -> bool:
+    """Return whether grouped-query attention has no gate."""
+    return is_gqa(model) and not model.attention.output_gate
+
+
 def normed(model: ModelConfig) -> bool:
     """Return whether queries and keys of grouped-query attention are normalised."""
     return is_gqa(model) and model.attention.qk_norm
@@ -136,6 +146,7 @@ PARAMETERS = (
     Parameter(("wk.bias",), "[K_tp]", "vector", when=biased),
     Parameter(("wv.weight",), "[K_tp, D]", "muon", fp8=True, compress=True, when=is_gqa),
     Parameter(("wv.bias",), "[K_tp]", "vector", when=biased),
+    Parameter(("wg.weight",), "[Q_tp, D]", "muon", fp8=True, compress=True, when=output_gated),
     Parameter(("wq_a.weight",), "[Lq, D]", "muon", compress=True, when=latent_queries),
     Parameter(("q_norm.weight",), "[Lq]", "vector", fp32=True, when=latent_queries),
     Parameter(("wq_b.weight",), "[Q_tp, Lq]", "muon", when=latent_queries),
@@ -161,7 +172,10 @@ PARAMETERS = (
 )
 
 HF = (
-    HFTensor("self_attn.q_proj.weight", ("wq.weight",), "halves", when=is_gqa),
+    HFTensor("self_attn.q_proj.weight", ("wq.weight",), "halves", when=ungated),
+    HFTensor(
+        "self_attn.q_proj.weight", ("wq.weight", "wg.weight"), "gated_queries", when=output_gated
+    ),
     HFTensor("self_attn.k_proj.weight", ("wk.weight",), "halves", when=is_gqa),
     HFTensor("self_attn.v_proj.weight", ("wv.weight",), when=is_gqa),
     HFTensor("self_attn.q_proj.bias", ("wq.bias",), "halves", when=biased),
@@ -207,7 +221,8 @@ def multiply_adds(model: ModelConfig, seq_len: int) -> float:
     """Multiply-adds a token of projections, scores and values over the whole row."""
     a, d = model.attention, model.dim
     if is_gqa(model):
-        projections = 2 * d * a.head_dim * (a.num_heads + a.num_kv_heads)
+        heads = (2 + a.output_gate) * a.num_heads + 2 * a.num_kv_heads
+        projections = d * a.head_dim * heads
         return projections + 2 * seq_len * a.num_heads * a.head_dim
     qk, n = a.qk_nope_head_dim + a.qk_rope_head_dim, a.num_heads
     q = d * a.q_lora_rank + a.q_lora_rank * n * qk if a.q_lora_rank else d * n * qk

@@ -18,7 +18,7 @@ from megacpp.config.schema import ModelConfig
 from megacpp.kernels.attention.reference import attend, attention_between, causal_attention
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.sparse_attention.reference import chosen_mask
-from megacpp.model.documents import Documents, documents_of
+from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import NormOverHeads, RMSNorm
@@ -173,6 +173,8 @@ class GroupedQueryAttention(nn.Module):
         self.wq = nn.Linear(config.dim, query_dim, bias=attention.qkv_bias)
         self.wk = nn.Linear(config.dim, kv_dim, bias=attention.qkv_bias)
         self.wv = nn.Linear(config.dim, kv_dim, bias=attention.qkv_bias)
+        if attention.output_gate:
+            self.wg = nn.Linear(config.dim, query_dim, bias=False)
         self.wo = nn.Linear(query_dim, config.dim, bias=False)
         self.inner = CoreAttention(softmax_scale(attention.head_dim, attention), attention.softcap)
         if attention.qk_norm and attention.qk_norm_wide:
@@ -184,10 +186,10 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """Return the output `[B, T, D]`; positions restart at every document."""
-        docs = documents_of(x_BTD, docs)
+        docs = docs or Documents.rows(x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
         table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
         o_BTNH = self.inner(*self._qkv(x_BTD, table_BTP2), docs)
-        return self.wo(o_BTNH.flatten(2)).to(x_BTD.dtype)
+        return self._out(o_BTNH, x_BTD)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> TokenCache:
         """Return an empty cache of rotated keys and values of `batch_size` rows."""
@@ -200,7 +202,7 @@ class GroupedQueryAttention(nn.Module):
         table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
         q_BTNH, k_BTKH, v_BTKH = self._qkv(x_BTD, table_BTP2)
         o_BTNH = self.inner(q_BTNH, k_BTKH, v_BTKH, docs)
-        return self.wo(o_BTNH.flatten(2)).to(x_BTD.dtype), TokenCache.filled(k_BTKH, v_BTKH)
+        return self._out(o_BTNH, x_BTD), TokenCache.filled(k_BTKH, v_BTKH)
 
     def step(
         self, x_BD: Tensor, state: TokenCache, chosen: Tensor | None = None
@@ -218,7 +220,7 @@ class GroupedQueryAttention(nn.Module):
         state = state.append(k_B1KH, v_B1KH)
         keys, values = state.parts_BS
         o_B1NH = self.inner.decode(q_B1NH, keys, values, state.mask_BS, chosen).to(q_B1NH.dtype)
-        return self.wo(o_B1NH.flatten(2))[:, 0].to(x_BD.dtype), state
+        return self._out(o_B1NH, x_BD[:, None])[:, 0], state
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter, by name below the mixer."""
@@ -226,12 +228,20 @@ class GroupedQueryAttention(nn.Module):
             f"{name}.weight": input_rule(self.config) for name in ("wq", "wk", "wv")
         }
         rules["wo.weight"] = output_rule(self.config)
+        if self.config.attention.output_gate:
+            rules["wg.weight"] = input_rule(self.config)
         if self.config.attention.qkv_bias:
             rules |= {f"{name}.bias": Constant(0.0) for name in ("wq", "wk", "wv")}
         if self.config.attention.qk_norm:
             rules["q_norm.weight"] = self.q_norm.init_rules()["weight"]
             rules["k_norm.weight"] = self.k_norm.init_rules()["weight"]
         return rules
+
+    def _out(self, o_BTNH: Tensor, x_BTD: Tensor) -> Tensor:
+        """Return the output `[B, T, D]` of all heads' values, gated by the input if it is set."""
+        o = o_BTNH.flatten(2)
+        o = o * self.wg(x_BTD).sigmoid() if self.config.attention.output_gate else o
+        return self.wo(o).to(x_BTD.dtype)
 
     def _qkv(self, x_BTD: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values, split into heads."""

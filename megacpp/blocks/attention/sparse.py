@@ -206,7 +206,7 @@ class SparseGroupedQueryAttention(GroupedQueryAttention):
         q_BTNH, k_BTKH, v_BTKV = self._qkv(x_BTD, table_BTP2)
         index = self.indexer(x_BTD, x_BTD, docs) if self.indexer else None
         o_BTNV = self.inner(q_BTNH, k_BTKH, v_BTKV, docs, None, self.indexer, index)
-        return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype)
+        return self._out(o_BTNV, x_BTD)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Any:
         """Return empty caches of `batch_size` rows."""
@@ -220,7 +220,7 @@ class SparseGroupedQueryAttention(GroupedQueryAttention):
         index = self.indexer(x_BTD, x_BTD, docs) if self.indexer else None
         o_BTNV = self.inner(q_BTNH, k_BTKH, v_BTKH, docs, None, self.indexer, index)
         tokens = TokenCache.filled(k_BTKH, v_BTKH)
-        return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype), filled_caches(tokens, index)
+        return self._out(o_BTNV, x_BTD), filled_caches(tokens, index)
 
     def step(self, x_BD: Tensor, state: Any, chosen: Tensor | None = None) -> tuple[Tensor, Any]:
         """Decode one token after those in the caches: return its output and the longer caches.
