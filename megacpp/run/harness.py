@@ -5,6 +5,7 @@ lm-eval (EleutherAI) is imported inside functions: it comes with `pip install 'm
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -219,6 +220,8 @@ def evaluated(
     own = [name for name in tasks if name in CODE_TASKS]
     check_code_tasks(own, subject.tokenizer, key)
     others = [name for name in tasks if name not in CODE_TASKS]
+    if others:
+        _imported("lm_eval.tasks", others, key)
     found = run_tasks(adapted(subject), others, limit, fewshot, key) if others else None
     found = found or {}  # lm-eval returns nothing on other ranks than the first
     more = run_code_tasks(own, subject, documents(), limit) if own else {}
@@ -237,7 +240,7 @@ def find_tasks(tasks: Sequence[str], key: str = "tasks") -> tuple[list[str], Any
         MegacppError: lm-eval isn't installed.
         ConfigError: no such task.
     """
-    manager: Any = _imported("lm_eval.tasks")
+    manager: Any = _imported("lm_eval.tasks", tasks, key)
     files = [task for task in tasks if Path(task).exists()]
     names = [task for task in tasks if task not in files]
     lost = [name for name in names if name.endswith(".yaml") or "/" in name]
@@ -250,7 +253,7 @@ def find_tasks(tasks: Sequence[str], key: str = "tasks") -> tuple[list[str], Any
     unknown = [name for name in names if name not in known.all_tasks]
     if unknown:
         near = "give a name of lm-eval (`lm-eval ls tasks`), or a YAML file of a task"
-        raise config_error(key, unknown[0], "no such task", near)
+        raise config_error(key, unknown[0], "no such task", _similar(unknown[0]) or near)
     return names, known
 
 
@@ -283,10 +286,20 @@ def local_tasks(path: Path) -> list[str]:
     return found
 
 
-def _imported(module: str) -> Any:
+def _similar(task: str) -> str:
+    """Return `did you mean 'x'` for a name like one of our own tasks, or nothing."""
+    close = difflib.get_close_matches(task, CODE_TASKS, n=1)
+    return f"did you mean {close[0]!r}" if close else ""
+
+
+def _imported(module: str, tasks: Sequence[str] = (), key: str = "tasks") -> Any:
+    """Return a module of lm-eval; without it, `tasks` that are ours but for a letter are named."""
     try:
         return importlib.import_module(module)
     except ImportError:
+        for task in filter(_similar, tasks):
+            fix = f"{_similar(task)}, or for tasks of lm-eval pip install 'megacpp[eval]'"
+            raise config_error(key, task, "no such task of megacpp", fix) from None
         raise MegacppError(
             "eval: lm-eval isn't installed. Fix: pip install 'megacpp[eval]'."
         ) from None

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from megacpp.cli.main import main
+from megacpp.errors import ConfigError, MegacppError
+from megacpp.run.harness import find_tasks
 from megacpp.run.likelihood import log_likelihoods, packed_rows
 from tests.interop.models import built, final_folder, model_of, tokenizer
 
@@ -199,6 +201,7 @@ def few_tasks(self: Any, include_defaults: bool = True, **settings: Any) -> None
     [
         ([], "tasks=: is needed. Fix: write --tasks NAME or a task's YAML file."),
         (["--tasks", "no_such_task"], "tasks=no_such_task: no such task. Fix: give a name of"),
+        (["--tasks", "compile"], "tasks=compile: no such task. Fix: did you mean 'compiles'."),
         (["--tasks", "tasks/none.yaml"], "tasks=tasks/none.yaml: no such file. Fix: give a"),
         (["--tasks", "{home}/hf"], "has no YAML file. Fix: give a task's YAML file."),
         (["--tasks", "{home}/lines.jsonl"], "has no line `task: NAME`. Fix: "),
@@ -223,3 +226,11 @@ def test_without_lm_eval_the_extra_is_named(
     assert main(["eval", str(home / "run"), "--tasks", "x"]) == 1
     assert "pip install 'megacpp[eval]'" in capsys.readouterr().err
     assert tokenizer().vocab_size <= 300
+
+
+def test_a_misspelt_task_of_ours_is_found_without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    with pytest.raises(ConfigError, match=r"tasks=compile: .*Fix: did you mean 'compiles'"):
+        find_tasks(["hellaswag", "compile"], "tasks")
+    with pytest.raises(MegacppError, match="lm-eval isn't installed"):
+        find_tasks(["hellaswag"], "tasks")
