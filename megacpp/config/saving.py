@@ -20,7 +20,7 @@ class CheckpointConfig:
         0, "Checkpoints at multiples of so many steps are kept for ever.", "steps", at_least=0
     )
     async_: bool = setting(
-        False, "Hold a step up for a copy to host memory alone; write and publish behind the steps."
+        False, "Hold a step up only for a copy to host memory (its size: header); write it behind."
     )
     resume: str = setting(
         "auto", "Checkpoint to go on from: auto (the newest, if any), never, or a folder."

@@ -27,6 +27,7 @@ from megacpp.memory.budget import (
     words,
 )
 from megacpp.memory.calibration import Margin, Situation, margin, read_records, situation
+from megacpp.memory.components import RESTING
 from megacpp.memory.estimate import MemoryEstimate, estimate
 from megacpp.model.precision import compute_dtype
 
@@ -114,8 +115,18 @@ class Admission:
             ", ".join(f"{name} {words(n)}" for name, n in largest if n),
             f"{_may_use(e.budget)} ({self.room}): {VERDICTS[e.verdict]}{off}",
             self.margin.line(),
+            *self._copy_line(),
             *([f"chosen by attempt {number} of memory.fit=auto"] if number else []),
         ]
+
+    def _copy_line(self) -> list[str]:
+        """Return a line about the host copy of `checkpoint.async`: a save's, not a step's."""
+        if not self.settled.checkpoint.async_:
+            return []
+        copied = sum(self.estimate.components.get(name, 0) for name in RESTING)
+        free, ranks = host_available_bytes(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        left = "" if free is None else f", {words(free)} are left now for {ranks} of them"
+        return [f"checkpoint.async: {words(copied)} more on the host of each rank, not above{left}"]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the admission for launch.json."""

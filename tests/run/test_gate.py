@@ -20,6 +20,7 @@ from megacpp.memory.budget import host_available_bytes, resident_bytes, words
 from megacpp.memory.calibration import OF_A_STEP, Record, write_record
 from megacpp.memory.estimate import MemoryEstimate
 from megacpp.report.data import gather
+from megacpp.state.manifest import read_manifest
 from tests.launch import Done, forked
 from tests.test_run import SMALL, records
 
@@ -124,6 +125,19 @@ def test_the_gate_can_be_off_and_says_so() -> None:
     assert any("DOES NOT FIT; memory.gate=off" in line for line in found.lines())
     assert found.as_dict()["gate"] == "off"
     assert found.as_dict()["estimate"]["verdict"] == "does_not_fit"
+
+
+def test_the_host_copy_of_a_save_is_told(corpus: Path, tmp_path: Path) -> None:
+    """As many bytes as a checkpoint has of tensors: one rank holds all of it."""
+    saved = tmp_path / "run/checkpoints"
+    flags = ["--data.path", str(corpus), "--run.dir", str(tmp_path / "run"), "--run.steps", "1"]
+    done = forked("tiny", *SMALL, *flags, "--checkpoint.async")
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if "checkpoint.async:" in line)
+    manifest = read_manifest(saved / "step-000001", "checkpoint")
+    size = words(sum(t.num_bytes for t in manifest.tensors.values()))
+    assert f"checkpoint.async: {size} more on the host of each rank" in line, (line, size)
+    assert Estimator(config_of(), 2, CPU, flat(1, 1)).assess(config_of())._copy_line() == []
 
 
 def test_one_rank_of_a_machine_judges(monkeypatch: pytest.MonkeyPatch) -> None:
