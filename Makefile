@@ -1,4 +1,4 @@
-# make setup | kernels | train | check | test | torture | mutants | lint | docs | site | assignment      [TORCH=2.15.0] [PYTHON=python3.12]
+# make setup | kernels | train | check | test | torture | mutants | lint | docs | site | site-check | assignment      [TORCH=2.15.0] [PYTHON=python3.12]
 PYTHON ?= python3
 # Another torch than megacpp/versions.py's has a .venv of its own.
 VENV := .venv$(if $(TORCH),-$(TORCH))
@@ -24,10 +24,10 @@ MKL_avx512 := MKL_ENABLE_INSTRUCTIONS=AVX512
 # Inductor's kernels for one CPU are kept apart from another's: its cache doesn't tell them apart.
 AS_CPU := $(if $(CPU),ATEN_CPU_CAPABILITY=$(CPU) $(MKL_$(CPU)) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-$(CPU))
 
-.PHONY: help setup kernels train check test torture mutants lint docs site assignment gpu
+.PHONY: help setup kernels train check test torture mutants lint docs site site-check assignment gpu
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 setup: $(VENV)/.core  ## make .venv and install what training needs, pinned
 
@@ -80,6 +80,9 @@ docs: $(VENV)/.test  ## rewrite the printed figures of the chapters
 site: .venv-site/.done  ## the book as pages for a browser, in build/site/html; broken links fail
 	.venv-site/bin/python -m bench.site
 	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --quiet --config-file build/site/mkdocs.yml
+
+site-check: site $(VENV)/.test  ## open every page of the site in Chromium, wide and narrow: nothing overflows, no error
+	$(RUN) $(BIN)/python -m pytest tests/docs/test_built_site.py
 
 assignment: setup  ## grade your answer to an exercise of docs/assignments: make assignment N=3
 	@$(RUN) $(HIDE) $(BIN)/python -m tests.assignments $(N)

@@ -111,7 +111,7 @@ def within(text: str, page: Path, wanted: set[Path]) -> str:
             return found[0]
         target = (page.parent / link).resolve()
         here = Path(place(str(page.relative_to(DOCS)))).parent
-        if target.is_relative_to(DOCS) and target.suffix in (".md", ".svg"):
+        if target.is_relative_to(DOCS) and target.suffix in (".md", ".svg", ".html"):
             there = place(str(target.relative_to(DOCS)))
         else:
             wanted.add(target)
@@ -149,6 +149,10 @@ def write() -> int:
         there = out / picture.relative_to(DOCS)
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, there)
+    for page in DOCS.rglob("*.html"):
+        there = out / page.relative_to(DOCS)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        there.write_text(re.sub(r'(href="[^":]+)\.md"', r'\1.html"', page.read_text()))
     for target in wanted:
         there = out / code_page(target)
         there.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,1 @@
+"""Interactive pages of the book: figures of the program, and a page that shows them."""
