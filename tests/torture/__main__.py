@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megacpp.run.goodput import account, read_starts
+from megacpp.run.goodput import Account, account, read_starts
 from tests.figures import figures
 from tests.launch import ROOT
 from tests.ranks import children
@@ -194,11 +194,26 @@ def kills(yard: Yard) -> str:
             os.kill(yard.rng.choice(ranks), signal.SIGKILL)
             killed, last, pause = killed + 1, time.monotonic(), yard.rng.uniform(20, 60)
     same = weights(yard.folder / "straight") == weights(yard.folder / "killed")
-    share = account(read_starts(yard.folder / "killed/goodput.jsonl")).goodput
+    spent = account(read_starts(yard.folder / "killed/goodput.jsonl"))
     ended = straight.returncode == process.returncode == 0
     return (
         f"{killed} kills, weights {'equal bit for bit' if same and ended else 'DIFFER'}, "
-        f"{share:.0%} of the time in steps"
+        f"{spent.goodput:.0%} of the time in steps; {cost_of_kills(spent)}"
+    )
+
+
+def cost_of_kills(spent: Account) -> str:
+    """Return what one of the kills cost, and how far apart they may be for 90% of the time.
+
+    Between two kills a run trains for `interval - start - lost` seconds: goodput is
+    1 - (start + lost) / interval.
+    """
+    if spent.starts < 2:
+        return "no start followed a kill"
+    start, lost = spent.startup_s / spent.starts, spent.seconds["restart_lost"] / (spent.starts - 1)
+    return (
+        f"a kill costs a start of {start:.1f} s and {lost:.1f} s of lost steps and waits, so 90% "
+        f"needs {10 * (start + lost):.0f} s between two"
     )
 
 

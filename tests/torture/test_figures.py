@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megacpp.run.goodput import Account
 from tests.figures import figures
 from tests.launch import ROOT
-from tests.torture.__main__ import OWN, ROWS, TESTS
+from tests.torture.__main__ import OWN, ROWS, TESTS, cost_of_kills
 
 pytest_plugins = ["pytester"]
 
@@ -30,6 +31,17 @@ def test_counts_add_up_and_failures_add_none(pytester: pytest.Pytester) -> None:
     pytester.runpytest("--junitxml=report.xml", "-p", "no:cacheprovider")
     found = figures(Path(pytester.path / "report.xml"))
     assert found == "5 kills survived; largest difference 3e-09; 3 tests passed; 1 failures"
+
+
+def test_kills_may_be_as_far_apart_as_ten_times_their_cost() -> None:
+    seconds = {"step": 60.0, "restart_lost": 12.0, "idle": 30.0}
+    said = cost_of_kills(Account(seconds, 102.0, startup_s=30.0, redone_s=6.0, starts=3))
+    assert said == (
+        "a kill costs a start of 10.0 s and 6.0 s of lost steps and waits, so 90% needs 160 s "
+        "between two"
+    )
+    one = cost_of_kills(Account(seconds, 102.0, startup_s=30.0, redone_s=0.0, starts=1))
+    assert one == "no start followed a kill"
 
 
 def test_every_bar_has_a_row_with_a_figure() -> None:
