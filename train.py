@@ -112,6 +112,8 @@ def main(resolved: Resolved, peers: RankStore) -> None:
                 state.save(config.checkpoint.keep, behind=not (last or status.leaving))
         if status.leaving:
             raise records.stopped(step)
+        if state.mirror and due(config.checkpoint.mirror_every, step) and not state.bad_steps:
+            state.mirror.copy(state)
         if due(config.run.eval_every, step) and not last:
             records.evaluate(step)
         if due(config.run.tasks_every, step) and not last:

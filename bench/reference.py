@@ -47,6 +47,7 @@ FILES = {
     "tensorboard/*": ("megacpp/run/sinks.py", "events for TensorBoard"),
     "wandb/*": ("megacpp/run/sinks.py", "records of Weights & Biases"),
     "uploaded.json": ("megacpp/state/remote.py", "the newest checkpoint at `checkpoint.remote`"),
+    "mirror.key": ("megacpp/state/mirror.py", "names the run's copies in the nodes' memory"),
     "checkpoints/latest": (
         "megacpp/state/published.py",
         "name and digest of the newest checkpoint",

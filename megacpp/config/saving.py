@@ -22,6 +22,9 @@ class CheckpointConfig:
     async_: bool = setting(
         False, "Hold a step up only for a copy to host memory (its size: header); write it behind."
     )
+    mirror_every: int = setting(
+        0, "Steps between copies of the state in two nodes' memory (0: none).", "steps", at_least=0
+    )
     resume: str = setting(
         "auto", "Checkpoint to go on from: auto (the newest, if any), never, or a folder."
     )

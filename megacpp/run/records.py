@@ -186,6 +186,8 @@ class Records:
             CheckpointError: the checkpoint is damaged.
         """
         with self.clock.span("checkpoint"):
+            if self.state.mirror:
+                self.state.mirror.drop()
             self.rewinds.go_back()
 
     def evaluate(self, step: int) -> float:
@@ -227,6 +229,8 @@ class Records:
 
     def _close_log(self) -> None:
         self.log.warn(self.profile.close())
+        if self.state.mirror:
+            self.state.mirror.drop()
         self.forensics.close(self.of_sum, self.launch.peers.size)
         self.log.close()
 

@@ -23,6 +23,7 @@ from megacpp.errors import CheckpointError, config_error
 from megacpp.state.agreement import agreed, share
 from megacpp.state.behind import SaveThread, host_copies
 from megacpp.state.checkpoint import damage, load_checkpoint, save_checkpoint
+from megacpp.state.mirror import Mirror, open_mirror
 from megacpp.state.published import (
     EXTRA,
     advice,
@@ -116,6 +117,7 @@ class TrainingState:
         bad_steps: consecutive steps that were skipped or had a non-finite value.
         resumed: checkpoint that this run started from or went back to.
         writer: asynchronous save in flight.
+        mirror: copies in the nodes' memory; None: the run has none.
         changed: differences from the saved run, as lines for the header of a resumed run.
     """
 
@@ -135,6 +137,7 @@ class TrainingState:
         self.step = self.updates = self.bad_steps = 0
         self.resumed: Path | None = None
         self.writer = SaveThread()
+        self.mirror: Mirror | None = None
         self.changed: list[str] = []
 
     def advance(self, updated: bool, good: bool | None = None) -> None:
@@ -166,6 +169,18 @@ class TrainingState:
         tensors = self.tensors()
         if words := unsound(tensors):
             raise bad_state(self.config, self.folder, self.step, f"after step {self.step} {words}")
+        extra = self.extra()
+        every, writer, group = self.config.checkpoint.keep_every, self.writer, None
+        if behind := behind and self.config.checkpoint.async_:
+            tensors, extra, group = host_copies(tensors), copy.deepcopy(extra), writer.group
+        given = self.folder, self.step, tensors, extra, keep, every, rng_state(), group, writer.held
+        if not behind:
+            return writer.saved(save_checkpoint(*given))
+        writer.start(lambda: writer.saved(save_checkpoint(*given)))
+        return path_of(self.folder, self.step)
+
+    def extra(self) -> dict[str, Any]:
+        """Return the counters of a checkpoint, as JSON."""
         extra = {
             "step": self.step,
             "steps": self.config.run.steps,
@@ -179,14 +194,7 @@ class TrainingState:
         }
         if self.loader is not None:
             extra["rows"] = self.loader.position
-        every, writer, group = self.config.checkpoint.keep_every, self.writer, None
-        if behind := behind and self.config.checkpoint.async_:
-            tensors, extra, group = host_copies(tensors), copy.deepcopy(extra), writer.group
-        given = self.folder, self.step, tensors, extra, keep, every, rng_state(), group, writer.held
-        if not behind:
-            return writer.saved(save_checkpoint(*given))
-        writer.start(lambda: writer.saved(save_checkpoint(*given)))
-        return path_of(self.folder, self.step)
+        return extra
 
     def resume(self, source: str) -> None:
         """Load the newest checkpoint (`auto`), none (`never`) or the folder `source`.
@@ -196,7 +204,8 @@ class TrainingState:
             CheckpointError: nothing usable at `source`, or it belongs to other data, another seed,
                 row length or model.
         """
-        if source == "never":
+        mirror = self.mirror = open_mirror(self.config, self.folder.parent)
+        if source == "never" or (source == "auto" and mirror and self._from_mirror(mirror)):
             return
         if source != "auto" and not Path(source).is_dir():
             newest = latest_checkpoint(self.folder)
@@ -219,15 +228,34 @@ class TrainingState:
         """
         self._load(path, verified=False)
 
+    def _from_mirror(self, mirror: Mirror) -> bool:
+        """Load a mirror that is newer than every checkpoint; return whether there is one."""
+        state = self.optimizers.state_tensors()
+        tensors = self.tensors(state)
+        if (extra := mirror.newest(self.folder, tensors)) is None:
+            return False
+        self._check(mirror.folder, extra)
+        self._take(mirror.folder, state, tensors, extra)
+        self.changed.append(f"step {self.step} comes from the nodes' memory: {mirror.folder}")
+        return True
+
     def _load(self, path: Path, verified: bool) -> None:
         """Load a checkpoint; its files are verified first unless they are already."""
-        fix = advice(path)
         state = self.optimizers.state_tensors()
-        tensors = self._tensors(state)
-        extra = load_checkpoint(path, tensors, verified=verified)
+        tensors = self.tensors(state)
+        self._take(path, state, tensors, load_checkpoint(path, tensors, verified=verified))
+
+    def _take(
+        self,
+        path: Path,
+        state: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
+        extra: Mapping[str, Any],
+    ) -> None:
+        """Go on from tensors that are loaded from `path`, and its counters."""
         if words := unsound(tensors):
-            raise CheckpointError(f"{path}: {words}. Fix: {fix}.")
-        with agreed(f"{path / EXTRA}: isn't of a run like this", fix):
+            raise CheckpointError(f"{path}: {words}. Fix: {advice(path)}.")
+        with agreed(f"{path / EXTRA}: isn't of a run like this", advice(path)):
             self.optimizers.load_state_tensors(state)
             self._restore(extra)
         self.resumed = path
@@ -264,14 +292,11 @@ class TrainingState:
         self.changed = share(passed_over(self.folder, None) if source == "auto" else [], 0)
         return None
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return all saved tensors of this rank, by their names in a checkpoint."""
-        return self._tensors(self.optimizers.state_tensors())
-
-    def _tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return all saved tensors, by their names in a checkpoint."""
-        tensors = {f"model.{name}": t for name, t in model_tensors(self.model).items()}
-        return tensors | {f"optim.{name}": t for name, t in state.items()}
+        state = self.optimizers.state_tensors() if state is None else state
+        weights = {f"model.{name}": t for name, t in model_tensors(self.model).items()}
+        return weights | {f"optim.{name}": t for name, t in state.items()}
 
     def _check(self, path: Path, extra: dict[str, Any]) -> None:
         """Reject settings under which the saved run would silently change instead of continue."""
@@ -301,9 +326,7 @@ class TrainingState:
             tokens = self.config.train.tokens_per_step
             now["train.tokens_per_step"] = (tokens, extra["tokens_per_step"])
         model, saved = settings_of(self.config.model), _saved_model(extra)
-        for key in dict.fromkeys((*model, *saved)):
-            if key not in STAGES:
-                now[key] = model.get(key), saved.get(key)
+        now |= {k: (model.get(k), saved.get(k)) for k in (*model, *saved) if k not in STAGES}
         for key, (mine, theirs) in now.items():
             if mine != theirs:
                 raise CheckpointError(
