@@ -295,8 +295,8 @@ class TrainingState:
     def tensors(self, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return all saved tensors of this rank, by their names in a checkpoint."""
         state = self.optimizers.state_tensors() if state is None else state
-        weights = {f"model.{name}": t for name, t in model_tensors(self.model).items()}
-        return weights | {f"optim.{name}": t for name, t in state.items()}
+        tensors = {f"model.{name}": t for name, t in model_tensors(self.model).items()}
+        return tensors | {f"optim.{name}": t for name, t in state.items()}
 
     def _check(self, path: Path, extra: dict[str, Any]) -> None:
         """Reject settings under which the saved run would silently change instead of continue."""
