@@ -114,3 +114,15 @@ def test_the_header_says_who_chooses(arguments: str, size: int, lines: list[str]
     resolved = parse_run(arguments.split(), size)
     assert sparse_lines(resolved.config) == lines
     assert resolved.provenance["model.attention.sparse.own"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("tiny_full --model.attention.window 8", "model.attention.sparse.layers=1,2"),
+        ("tiny --model.attention.window 8 --train.compile inductor", "train.compile=inductor"),
+    ],
+)
+def test_what_knows_no_window_is_refused(words: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}: knows no window .* Fix: use --"):
+        parse_run(words.split(), 1)

@@ -167,6 +167,11 @@ FEATURES: Mapping[str, Feature] = {
         _yes(lambda model: model.attention.output_gate and model.attention.kind == "gqa"),
         _switch("model.attention.output_gate"),
     ),
+    "window": Feature(
+        "model.attention.window",
+        _yes(lambda model: model.attention.window > 0),
+        {"no": "model.attention.window=0"},
+    ),
     "norms behind mixers": Feature(
         "model.post_norm", _yes(attrgetter("post_norm")), _switch("model.post_norm")
     ),

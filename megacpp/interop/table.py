@@ -34,6 +34,7 @@ NEVER = {
     "partial rotary": ("no",),
     "norms behind mixers": ("no",),
     "output gate": ("no",),
+    "window": ("no",),
     "heads divide the width": ANY,
 }
 PLAIN = {
@@ -403,9 +404,9 @@ CLASSES = (
     HFClass(
         "MistralForCausalLM",
         "mistral",
-        {},
-        (*COMMON, keys.GQA, DENSE, keys.alike("AF")),
-        {"hidden_act": "silu", "sliding_window": None},
+        {**DENSE_ONLY, "qk_norm": ("no",), "window": ("yes",)},
+        (*COMMON, keys.GQA, keys.WINDOW, DENSE, keys.alike("AF")),
+        {"hidden_act": "silu"},
         {**DEFAULTS, "sliding_window": 4096},
     ),
 )  # fmt: skip

@@ -87,6 +87,7 @@ def variants() -> dict[str, ModelConfig]:
                 qk_norm_wide=True,
                 qkv_bias=True,
                 output_gate=True,
+                window=5,
                 rope_fraction=0.5,
                 max_seq_len=64,
                 yarn=YarnConfig(4, 8.0, beta_fast=4, beta_slow=1, mscale=0.0, ramp="turns"),

@@ -31,6 +31,7 @@ class Documents:
         tokens_BT: int64 ids of whole rows, where something reads tokens beside its own.
         labels_BT: labels of whole rows, likewise.
         boundaries: `cu_seqlens`, if they were found where the host could see them (`to`).
+        window: tokens that attention sees of a document, the query's own included (0: all).
     """
 
     ids_BT: Tensor
@@ -42,6 +43,7 @@ class Documents:
     tokens_BT: Tensor | None = None
     labels_BT: Tensor | None = None
     boundaries: Tensor | None = None
+    window: int = 0
 
     def __post_init__(self) -> None:
         # No field: FSDP2 looks for tensors in the fields of a module's arguments, and a part that
@@ -124,9 +126,19 @@ class Documents:
         A part that its row remembers points back at it: the two would wait for the garbage
         collector, and hold their masks until then.
         """
-        vars(self)["_memo"].clear()
-        if self.row is not None:
-            self.row.forget()
+        memo = vars(self)["_memo"]
+        windows = [made for made in memo.values() if isinstance(made, Documents) and made.window]
+        memo.clear()
+        for docs in (self.row, *windows):
+            if docs is not None:
+                docs.forget()
+
+    def within(self, window: int) -> Documents:
+        """Return the same documents, of which attention sees `window` tokens (0: all)."""
+        if window == self.window:
+            return self
+        row = None if self.row is None else self.row.within(window)
+        return self.memo(("within", window), lambda: replace(self, row=row, window=window))
 
     def take(self, index_T: Tensor, pieces: int = 1) -> Documents:
         """Return the documents of some tokens of every row, in the order of `index_T`.
@@ -138,7 +150,8 @@ class Documents:
             assert self.index_T is not None
             return self.row.take(self.index_T[index_T], pieces)
         ids_BT, positions_BT = self.ids_BT[:, index_T], self.positions_BT[:, index_T]
-        return Documents(ids_BT, positions_BT, False, self, index_T, pieces)
+        window = self.window
+        return Documents(ids_BT, positions_BT, False, self, index_T, pieces, window=window)
 
     def with_tokens(self, tokens_BT: Tensor, labels_BT: Tensor) -> Documents:
         """Return the same boundaries with ids and labels of whole rows; memos are dropped."""

@@ -62,6 +62,16 @@ class TokenCache:
             return None
         return torch.arange(self.longest, device=self.lengths_B.device) < self.lengths_B[:, None]
 
+    def within(self, window: int) -> Tensor | None:
+        """Return `mask_BS` of the last `window` tokens of a row alone (0: of all)."""
+        if not window:
+            return self.mask_BS
+        at_S, ends_B1 = (
+            torch.arange(self.longest, device=self.lengths_B.device),
+            self.lengths_B[:, None],
+        )
+        return (at_S < ends_B1) & (at_S >= ends_B1 - window)
+
     def append(self, *parts_B1: Tensor) -> TokenCache:
         """Return the cache with one more token for each row, from parts `[B, 1, ...]`."""
         grown = self.with_room(self.longest + 1)

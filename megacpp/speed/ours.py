@@ -361,7 +361,9 @@ class _Maker:
             )  # fmt: skip
             heads = own.rows * max(1, a.num_heads // own.tp)
             kernel = ATTENTION[self.generation]
-            one = Attend(heads, own.here, own.row / 2, wide, kernel)
+            # SDPA hides what is outside of a window, the other kernels skip it.
+            reach = a.window if a.window and own.attends_by != "torch" else own.row
+            one = Attend(heads, own.here, min(reach, own.row / 2), wide, kernel)
             return [one], [one._replace(backward=True)]
         flops = SCAN_TIMES * mixed * own.tokens / own.tp
         serial = own.row if kind[0] == "R" else 0

@@ -217,7 +217,7 @@ def _looks(ring: Ring, source: int) -> list[Look]:
         if not seen:
             continue
         mask_B1TS = None
-        if chunk in seen or not row_of(docs, layout).whole:
+        if chunk in seen or docs.window or not row_of(docs, layout).whole:
             own, others = (chunk_documents(docs, layout, chunks) for chunks in ((chunk,), seen))
             mask_B1TS = document_mask(own, others)
         looks.append(Look(slice(place * size, (place + 1) * size), len(seen) * size, mask_B1TS))

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "llama3": ("Llama", "AFAF", {**NO_NORM, **WIDE, "attention.yarn": TURNS}),
     "qwen2": ("Qwen2", "AFAF", {**NO_NORM, "attention.qkv_bias": True}),
+    "mistral": ("Mistral", "AFAF", {**NO_NORM, "attention.window": 17}),
     "arcee": ("Arcee", "AFAF", {**NO_NORM, "mlp.activation": "relu2"}),
     "qwen3_tied": ("Qwen3", "AFAF", {"tie_embeddings": True}),
     "qwen3_yarn": ("Qwen3", "AFAF", {**WIDE, "attention.yarn": YARN}),

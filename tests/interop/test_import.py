@@ -69,6 +69,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama3": ("Llama", {**COMMON, "rope_parameters": LLAMA3}, {}),
     "qwen2": ("Qwen2", COMMON, {}),
     "mistral": ("Mistral", {**COMMON, "sliding_window": None}, {}),
+    "mistral_window": ("Mistral", {**COMMON, "sliding_window": 9}, {}),
     "arcee": ("Arcee", {**COMMON, "rms_norm_eps": 1e-5}, {}),
     "qwen3_tied": ("Qwen3", {**COMMON, "tie_word_embeddings": True, "head_dim": 16}, {}),
     "qwen3_sharded": ("Qwen3", {**COMMON, "head_dim": 16}, {"max_shard_size": "20KB"}),
@@ -277,10 +278,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=fp8"),
     "type": ({"model_type": "lama"}, "model_type=lama"),
     "size": ({"vocab_size": None}, "vocab_size=: is missing"),
-    "sliding": (
-        {"model_type": "mistral", "sliding_window": 64, "max_position_embeddings": 128},
-        "sliding_window=64",
-    ),
+    "sliding": ({"model_type": "mixtral", "sliding_window": 64}, "sliding_window=64"),
     "windows": ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window=True"),
     "layer types": (
         {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 3},

@@ -73,6 +73,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "model.attention.output_gate=True",
         "--model.attention.output-gate false",
     ),
+    "window": (
+        "AE",
+        {"attention.window": 8},
+        "model.attention.window=8",
+        "--model.attention.window 0",
+    ),
     "norms on both sides of the classes": (
         "AE",
         {"post_norm": True},

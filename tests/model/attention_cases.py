@@ -106,7 +106,8 @@ def varlen_on_a_cpu() -> Iterator[list[list[int]]]:
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and k.shape == v.shape
         grouped = q.shape[1] != k.shape[1]
         # torch 2.11 isn't told of groups: it has no such argument.
-        assert window_size == (-1, 0)
+        (left, right), mask = window_size, None
+        assert right == 0
         assert enable_gqa == (grouped and torch.__version__ >= "2.12")
         assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
         given.append(cu_seq_q.tolist())
@@ -114,8 +115,10 @@ def varlen_on_a_cpu() -> Iterator[list[list[int]]]:
         for start, end in zip(given[-1][:-1], given[-1][1:], strict=True):
             assert 0 <= end - start <= min(max_q, max_k)
             own_q, own_k, own_v = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+            if left >= 0:
+                mask = torch.ones(end - start, end - start, dtype=torch.bool).tril().triu(-left)
             o = F.scaled_dot_product_attention(
-                own_q, own_k, own_v, is_causal=True, scale=scale, enable_gqa=grouped
+                own_q, own_k, own_v, mask, is_causal=left < 0, scale=scale, enable_gqa=grouped
             )
             parts.append(o[0].transpose(0, 1))
         return torch.cat(parts)

@@ -19,6 +19,7 @@ from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.config.schema import ModelConfig
 from megacpp.errors import ConfigError
 from megacpp.kernels.attention import reference as kernel
+from megacpp.kernels.attention.definition import attention_reference
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.init import Constant, Normal, initialise
@@ -49,7 +50,7 @@ def test_grouped_query_attention_is_its_formula(kind: str) -> None:
 
     scale = rope.softmax_scale(config.head_dim, config)
     qkv = (prepared("q"), prepared("k"), heads("wv"))
-    o = kernel.attention_reference(*qkv, docs, scale, config.softcap)
+    o = attention_reference(*qkv, docs, scale, config.softcap)
     close(block(x, docs), o.reshape(2, 23, -1) @ block.get_parameter("wo.weight").mT)
 
 

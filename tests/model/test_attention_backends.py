@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from checkpointing.compile import attention_inputs
 from megacpp.blocks.attention.logits import LogitRecorder
 from megacpp.kernels.attention import flex as attention_flex
+from megacpp.kernels.attention.definition import attention_reference
 from megacpp.kernels.attention.reference import (
     VARLEN,
     attention_between,
-    attention_reference,
     causal_attention,
     document_mask,
 )
@@ -82,11 +82,16 @@ def arguments(heads: tuple[int, int, int, int], dtype: torch.dtype = torch.float
 
 @named
 @both
+@pytest.mark.parametrize("window", [0, 4])
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["plain", "softcap"])
 def test_flex_is_the_definition(
-    heads: tuple[int, int, int, int], docs: Documents, softcap: float | None, flex_here: None
+    heads: tuple[int, int, int, int],
+    docs: Documents,
+    softcap: float | None,
+    window: int,
+    flex_here: None,
 ) -> None:
-    qkv = arguments(heads)
+    qkv, docs = arguments(heads), docs.within(window)
     want = results(attention_reference, qkv, docs, 0.7, softcap)
     got = results(causal_attention, qkv, docs, 0.7, softcap, "flex")
     for a, b in zip(got, want, strict=True):
@@ -115,18 +120,19 @@ def test_flex_takes_some_queries_and_all_keys_in_any_order(flex_here: None) -> N
         close(attention_between(*given, 0.5, softcap, "torch"), want)
 
 
+@pytest.mark.parametrize("window", [0, 1, 120, 300])
 @pytest.mark.parametrize("tokens", [512, 600])
-def test_blocks_are_those_of_the_mask(tokens: int) -> None:
+def test_blocks_are_those_of_the_mask(tokens: int, window: int) -> None:
     """Of whole rows exactly; of tokens in another order never too few, never too full."""
     rows = ((100, 156, 1, 255), (3, 400, 109, 0))
-    docs = packed(tuple((*row[:3], row[3] + tokens - 512) for row in rows))
+    docs = packed(tuple((*row[:3], row[3] + tokens - 512) for row in rows)).within(window)
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(0))
     chunks = torch.cat([order[:0], torch.arange(256, tokens), torch.arange(256)])
     for queries, keys, exact in (
         (docs, docs, True),
         (docs.take(chunks), docs, False),
         (docs.take(order[:200]), docs.take(chunks), False),
-        (Documents.rows(2, tokens), Documents.rows(2, tokens), True),
+        (Documents.rows(2, tokens).within(window), Documents.rows(2, tokens), True),
     ):
         mask = attention_flex.block_mask(queries, keys)
         some, every = seen_blocks(document_mask(queries, keys))
@@ -154,12 +160,13 @@ def table(num_B1Q: Tensor | None, index_B1QC: Tensor | None) -> Tensor:
 
 @named
 @both
+@pytest.mark.parametrize("window", [0, 4])
 def test_varlen_is_the_definition(
-    heads: tuple[int, int, int, int], docs: Documents, varlen_here: list[list[int]]
+    heads: tuple[int, int, int, int], docs: Documents, window: int, varlen_here: list[list[int]]
 ) -> None:
     """Layout, boundaries, zero columns, grouped heads, gradients: around the kernel."""
     backend = "varlen" if heads[2] == heads[3] else "varlen_padded"
-    qkv = arguments(heads)
+    qkv, docs = arguments(heads), docs.within(window)
     want = results(attention_reference, qkv, docs, 0.7)
     got = results(causal_attention, qkv, docs, 0.7, None, backend)
     for a, b in zip(got, want, strict=True):

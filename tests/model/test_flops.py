@@ -69,6 +69,7 @@ def variants() -> dict[str, tuple[str, ModelConfig]]:
     replace = dataclasses.replace
     return {
         "gqa": ("A", base),
+        "gqa with a window": ("A", replace(base, attention=replace(base.attention, window=4096))),
         "gated gqa": ("A", replace(base, attention=replace(base.attention, output_gate=True))),
         "mla": ("A", replace(base, attention=mla)),
         "gqa index": ("A.index", chosen(base)),
@@ -110,6 +111,13 @@ def test_each_block_within_one_percent(name: str) -> None:
         block(x_BTD, docs)
     measured = counted.get_total_flops() / (B * T)
     assert block_flops(letter, config, T) == pytest.approx(measured, rel=0.01)
+
+
+def test_a_window_is_counted_as_wide_as_it_is() -> None:
+    base = tiny().model
+    narrow = dataclasses.replace(base, attention=dataclasses.replace(base.attention, window=8))
+    fewer = block_flops("A", base, 64) - block_flops("A", narrow, 64)
+    assert fewer == 2 * 2 * (64 - 8) * base.attention.num_heads * base.attention.head_dim
 
 
 @pytest.mark.parametrize("shared", [True, False])

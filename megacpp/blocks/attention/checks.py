@@ -35,7 +35,7 @@ def checks(config: Config) -> Iterator[ConfigError]:
             )
         gqa_only = {"qk_norm": a.qk_norm, "softcap": a.softcap, "qkv_bias": a.qkv_bias}
         gqa_only |= {"rope_fraction": a.rope_fraction < 1, "qk_norm_wide": a.qk_norm_wide}
-        gqa_only["output_gate"] = a.output_gate
+        gqa_only |= {"output_gate": a.output_gate, "window": a.window}
         for name in (name for name, value in gqa_only.items() if value):
             yield config_error(
                 f"model.attention.{name}",
@@ -52,6 +52,18 @@ def checks(config: Config) -> Iterator[ConfigError]:
             f"must divide model.attention.num_heads ({a.num_heads})",
             f"use model.attention.num_kv_heads={near}",
         )
+    blind = {
+        "model.attention.sparse.layers": (a.sparse.layers, "''"),
+        "train.compile": (config.train.compile, "off"),
+    }
+    for key, (value, off) in blind.items() if a.window else ():
+        if value not in ("", "off"):
+            yield config_error(
+                key,
+                value,
+                f"knows no window (model.attention.window={a.window})",
+                f"use {key}={off}, or model.attention.window=0",
+            )
     if a.qk_norm_wide and not a.qk_norm:
         yield config_error(
             "model.attention.qk_norm_wide",

@@ -70,6 +70,13 @@ class AttentionConfig:
     qk_norm: bool = setting(False, "Normalise queries and keys of gqa.")
     qk_norm_wide: bool = setting(False, "Normalise over all heads at once; with qk_norm.")
     qkv_bias: bool = setting(False, "Add a bias to queries, keys and values of gqa.")
+    window: int = setting(
+        0,
+        "Tokens that a query of gqa sees, itself included (0: all of its document).",
+        "tokens",
+        at_least=0,
+        at_most=WIDEST,
+    )
     output_gate: bool = setting(
         False, "Multiply what heads of gqa return by the sigmoid of a projection."
     )

@@ -217,13 +217,18 @@ def heads_exchanged(model: ModelConfig) -> tuple[str, int]:
     return f"model.attention.{name}", getattr(model.attention, name)
 
 
+def seen(model: ModelConfig, seq_len: int) -> int:
+    """Tokens of a row that a query is counted to see: all, or those of its window."""
+    return min(seq_len, model.attention.window or seq_len)
+
+
 def multiply_adds(model: ModelConfig, seq_len: int) -> float:
     """Multiply-adds a token of projections, scores and values over the whole row."""
     a, d = model.attention, model.dim
     if is_gqa(model):
         heads = (2 + a.output_gate) * a.num_heads + 2 * a.num_kv_heads
         projections = d * a.head_dim * heads
-        return projections + 2 * seq_len * a.num_heads * a.head_dim
+        return projections + 2 * seen(model, seq_len) * a.num_heads * a.head_dim
     qk, n = a.qk_nope_head_dim + a.qk_rope_head_dim, a.num_heads
     q = d * a.q_lora_rank + a.q_lora_rank * n * qk if a.q_lora_rank else d * n * qk
     kv = d * (a.kv_lora_rank + a.qk_rope_head_dim)
@@ -254,7 +259,7 @@ def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> fl
     a = model.attention
     query = a.head_dim if is_gqa(model) else a.qk_nope_head_dim + a.qk_rope_head_dim
     if region == "core_attn":
-        return 2.0 * seq_len * a.num_heads * query
+        return 2.0 * seen(model, seq_len) * a.num_heads * query
     if region == "mla_q_upproj":
         return float((a.q_lora_rank or model.dim) * a.num_heads * query)
     if region == "mla_kv":

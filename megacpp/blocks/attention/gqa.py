@@ -188,6 +188,8 @@ class GroupedQueryAttention(nn.Module):
         """Return the output `[B, T, D]`; positions restart at every document."""
         docs = docs or Documents.rows(x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
         table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
+        if self.config.attention.window:
+            docs = docs.within(self.config.attention.window)
         o_BTNH = self.inner(*self._qkv(x_BTD, table_BTP2), docs)
         return self._out(o_BTNH, x_BTD)
 
@@ -201,7 +203,7 @@ class GroupedQueryAttention(nn.Module):
         """Return the output `[B, T, D]` of rows of one document each, and the cache behind them."""
         table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
         q_BTNH, k_BTKH, v_BTKH = self._qkv(x_BTD, table_BTP2)
-        o_BTNH = self.inner(q_BTNH, k_BTKH, v_BTKH, docs)
+        o_BTNH = self.inner(q_BTNH, k_BTKH, v_BTKH, docs.within(self.config.attention.window))
         return self._out(o_BTNH, x_BTD), TokenCache.filled(k_BTKH, v_BTKH)
 
     def step(
@@ -219,7 +221,8 @@ class GroupedQueryAttention(nn.Module):
         q_B1NH, k_B1KH, v_B1KH = self._qkv(x_BD[:, None], table_B1P2)
         state = state.append(k_B1KH, v_B1KH)
         keys, values = state.parts_BS
-        o_B1NH = self.inner.decode(q_B1NH, keys, values, state.mask_BS, chosen).to(q_B1NH.dtype)
+        mask_BS = state.within(attention.window)
+        o_B1NH = self.inner.decode(q_B1NH, keys, values, mask_BS, chosen).to(q_B1NH.dtype)
         return self._out(o_B1NH, x_BD[:, None])[:, 0], state
 
     def init_rules(self) -> dict[str, Rule]:

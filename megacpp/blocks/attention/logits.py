@@ -148,6 +148,7 @@ def largest_logits(
     k_BKSH, found = k_BSKH.transpose(1, 2), []
     for rows in (slice(start, start + BLOCK) for start in range(0, q_BTNH.shape[1], BLOCK)):
         block = Documents(queries.ids_BT[:, rows], queries.positions_BT[:, rows])
+        block = block.within(queries.window)
         allowed = document_mask(block, keys)[:, :, :, None]
         logits_BKTGS = block_logits(q_BKTGH[:, :, rows], k_BKSH, allowed, scale, None)[1]
         found.append(logits_BKTGS.amax((0, 2, 4)).flatten())

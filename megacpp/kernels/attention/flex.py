@@ -102,7 +102,8 @@ def _block_mask(queries: Documents, keys: Documents) -> BlockMask:
     whole = _whole(queries) and _whole(keys)
     rows = slice(1) if whole else slice(None)
     (ids_BT, places_BT), (ids_BS, places_BS) = (_places(docs, rows) for docs in (queries, keys))
-    some_BQC, all_BQC = block_table((ids_BT, places_BT), (ids_BS, places_BS))
+    of_queries, of_keys, window = (ids_BT, places_BT), (ids_BS, places_BS), queries.window
+    some_BQC, all_BQC = block_table(of_queries, of_keys, window or PLACES)
     part_BQC = some_BQC & ~all_BQC
     num_part, part = _ordered(part_BQC)
     num_all, every = _ordered(all_BQC)
@@ -110,7 +111,10 @@ def _block_mask(queries: Documents, keys: Documents) -> BlockMask:
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         row = 0 if whole else b
         same = ids_BT[row, q] == ids_BS[row, kv]
-        return same & (places_BT[row, q] >= places_BS[row, kv])
+        seen = same & (places_BT[row, q] >= places_BS[row, kv])
+        if window:
+            seen = seen & (places_BT[row, q] < places_BS[row, kv] + window)
+        return seen
 
     return BlockMask.from_kv_blocks(
         num_part,
@@ -124,7 +128,7 @@ def _block_mask(queries: Documents, keys: Documents) -> BlockMask:
 
 
 def block_table(
-    queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]
+    queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], window: int = PLACES
 ) -> tuple[Tensor, Tensor]:
     """Return bool `[B, Q, C]` twice: blocks in which a query may see a key, and where all see all.
 
@@ -133,12 +137,16 @@ def block_table(
 
     Args:
         queries, keys: int32 documents and, within them, positions.
+        window: tokens that a query sees, itself included.
     """
     (q_ids, q_tokens), (k_ids, k_tokens) = _edges(*queries, 2), _edges(*keys, 1)
     meets_BQC = (q_ids.last >= k_ids.first) & (q_ids.first <= k_ids.last)
     some_BQC = meets_BQC & (q_tokens.last >= k_tokens.first)
     one_BQC = (q_ids.first == q_ids.last) & (k_ids.first == k_ids.last) & meets_BQC
     all_BQC = one_BQC & (q_tokens.first >= k_tokens.last)
+    # In a block of one document positions differ as places do.
+    some_BQC &= q_tokens.first - k_tokens.last < window
+    all_BQC &= q_tokens.last - k_tokens.first < window
     if queries[0].shape[1] % BLOCK:
         all_BQC[:, -1] = False
     if keys[0].shape[1] % BLOCK:

@@ -1,4 +1,4 @@
-"""Causal attention over packed documents: the definition, and a backend of `attention` by name.
+"""Causal attention over packed documents by a backend of `attention`, by its name.
 
 Legend: B rows, T query tokens, S key tokens, N query heads, K key/value heads (N a multiple of
 K; query head n reads key/value head n // (N / K)), H query/key head dim, V value head dim.
@@ -17,44 +17,6 @@ from megacpp.kernels.attention.varlen import varlen_attention
 from megacpp.model.documents import Documents
 
 VARLEN = ("varlen", "varlen_padded")  # flash kernels for whole rows
-
-
-def attention_reference(
-    q_BTNH: Tensor,
-    k_BTKH: Tensor,
-    v_BTKV: Tensor,
-    docs: Documents,
-    scale: float,
-    softcap: float | None = None,
-) -> Tensor:
-    """Return attention `[B, T, N, V]`, one query after another: the definition.
-
-    o_t = sum_s p_ts v_s with p_t = softmax_s(cap(scale * q_t . k_s)), cap(z) = c tanh(z / c), over
-    the tokens s from the start of t's document to t. Nothing is masked: keys of other documents are
-    never read.
-
-    Args:
-        q_BTNH: queries.
-        k_BTKH: keys.
-        v_BTKV: values.
-        docs: documents.
-        scale: factor of q . k.
-        softcap: cap of the scaled scores; None: none.
-    """
-    group = q_BTNH.shape[2] // k_BTKH.shape[2]
-    k_BTNH, v_BTNV = (t.repeat_interleave(group, dim=2) for t in (k_BTKH, v_BTKV))
-    rows = []
-    for b, positions in enumerate(docs.positions_BT.tolist()):
-        tokens = []
-        for t, position in enumerate(positions):
-            seen = slice(t - position, t + 1)
-            logits_SN = scale * (k_BTNH[b, seen] * q_BTNH[b, t]).sum(-1)
-            if softcap is not None:
-                logits_SN = softcap * torch.tanh(logits_SN / softcap)
-            p_SN = logits_SN.softmax(dim=0)
-            tokens.append((p_SN[..., None] * v_BTNV[b, seen]).sum(0))
-        rows.append(torch.stack(tokens))
-    return torch.stack(rows)
 
 
 def causal_attention(
@@ -82,6 +44,8 @@ def causal_attention(
         backend: of `attention` (megacpp/kernels/selection.py).
     """
     if backend == "reference":
+        from megacpp.kernels.attention.definition import attention_reference
+
         return attention_reference(q_BTNH, k_BTKH, v_BTKV, docs, scale, softcap)
     if backend in VARLEN:
         assert softcap is None, "flash kernels of torch take no soft cap"
@@ -122,7 +86,7 @@ def attention_between(
         return flex_attention(q_BTNH, k_BSKH, v_BSKV, queries, keys, scale, softcap)
     assert backend == "torch", backend
     rows = keys is queries
-    whole = rows and queries.whole
+    whole = rows and queries.whole and not queries.window
     mask_B1TS = None if whole else attention_mask(queries, keys, q_BTNH.dtype, softcap)
     return attend(q_BTNH, k_BSKH, v_BSKV, scale, softcap, mask_B1TS, causal=rows)
 
@@ -142,7 +106,7 @@ def remember(docs: Documents, dtype: torch.dtype, softcap: float | None, backend
         block_mask(docs, docs)
     elif backend in VARLEN:
         _ = docs.cu_seqlens
-    elif backend == "torch" and not docs.whole:
+    elif backend == "torch" and not (docs.whole and not docs.window):
         attention_mask(docs, docs, dtype, softcap)
 
 
@@ -195,8 +159,8 @@ def document_mask(
 ) -> Tensor:
     """Return bool `[B, 1, T, S]` (B = 1 for whole rows): same document and not a later token.
 
-    Queries and keys may be different tokens of one row (context parallelism), as long as their
-    ids and positions are those of the whole row.
+    Nor one that the window of the queries leaves behind. Queries and keys may be different tokens
+    of one row (context parallelism), as long as their ids and positions are those of the whole row.
 
     Args:
         queries: documents of the queries.
@@ -207,7 +171,10 @@ def document_mask(
     rows = slice(1) if _whole(queries) and _whole(keys) else slice(None)
     same_BTS = queries.ids_BT[rows, of_queries, None] == keys.ids_BT[rows, None, of_keys]
     of_T, of_S = queries.positions_BT[rows, of_queries], keys.positions_BT[rows, of_keys]
-    return (same_BTS & (of_T[:, :, None] >= of_S[:, None, :]))[:, None]
+    seen_BTS = same_BTS & (of_T[:, :, None] >= of_S[:, None, :])
+    if queries.window:
+        seen_BTS &= of_T[:, :, None] < of_S[:, None, :] + queries.window
+    return seen_BTS[:, None]
 
 
 def _whole(docs: Documents) -> bool:

@@ -73,7 +73,7 @@ def varlen_attention(
             T,
             T,
             scale=scale,
-            window_size=(-1, 0),
+            window_size=(docs.window - 1, 0),
             **extra,
         )
     assert isinstance(o_PNX, Tensor)
