@@ -26,7 +26,10 @@ def test_chapter_runs_and_figures_match(chapter: Path, request: pytest.FixtureRe
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
 def test_chapter_has_the_shape_of_a_chapter(chapter: Path) -> None:
     text = chapter.read_text()
-    assert len(prose_of(text)) <= 8000
+    prose = prose_of(text)
+    assert len(prose) <= 8000
+    wide = [line for line in prose.splitlines() if len(line) > 100 and not line.startswith("![")]
+    assert wide == [], "fill the paragraph at 100 columns"
     assert "<details>" in text, "a chapter ends with a 'break it' exercise and its folded answer"
     for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
         if not link.startswith("http"):
