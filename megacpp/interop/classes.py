@@ -71,9 +71,8 @@ def to_config(one: HFClass, model: ModelConfig) -> dict[str, Any]:
     for rule in one.rules:
         found |= rule.to(model)
     found |= one.fixed
-    if "partial_rotary_factor" in one.fixed:
-        share = {"partial_rotary_factor": one.fixed["partial_rotary_factor"]}
-        found["rope_parameters"] = found["rope_parameters"] | share
+    if keys.PART in found:  # transformers 5 reads it there
+        found["rope_parameters"] |= {keys.PART: found[keys.PART]}
     return found
 
 

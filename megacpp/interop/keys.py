@@ -167,10 +167,9 @@ def _rope(model: ModelConfig) -> dict[str, Any]:
         else:
             scaling["attention_factor"] = 0.1 * yarn.mscale * math.log(yarn.factor) + 1.0
     theta = {"rope_theta": a.rope_theta}
-    part = {PART: a.rope_fraction} if a.rope_fraction < 1 else {}
     return {
         **theta,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), **theta, **part},
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), **theta},
         "rope_scaling": scaling and {"type": scaling["rope_type"], **scaling},
     }
 
