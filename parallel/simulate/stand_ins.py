@@ -29,6 +29,7 @@ from megacpp.kernels.attention.softcap import block_starts
 from megacpp.kernels.experts import grouped_mm
 from megacpp.kernels.experts.rows import Groups, group_rows
 from megacpp.kernels.experts.sizes import most_slots
+from megacpp.kernels.hyper_connections.reference import token_parts
 from megacpp.kernels.m2rnn import chunks as m2rnn_chunks
 from megacpp.kernels.m2rnn.chunks import Chunked, ChunkPlan
 from megacpp.kernels.mamba3.chunks import mamba3_chunked
@@ -64,7 +65,8 @@ def memory_stand_ins(every_chunk: bool = True) -> Iterator[None]:
 
     Args:
         every_chunk: run all chunks of M2RNN, and all blocks and heads of an indexer and of sparse
-            and softcapped attention; else those at the ends, which allocate as much as others.
+            and softcapped attention, and all tokens of hyper-connections; else those at the ends,
+            which allocate as much as others.
     """
     few = () if every_chunk else FEW
     with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce), *few):
@@ -335,6 +337,12 @@ def few_groups(q_BTIH: Tensor, k_BSH: Tensor) -> list[slice]:
     return [*groups[:2], *groups[2:][-1:]]
 
 
+def few_parts(x_SnD: Tensor) -> list[slice]:
+    """Stand-in for `token_parts`: the first two, which are alive together, and the last."""
+    parts = token_parts(x_SnD)
+    return [*parts[:2], *parts[2:][-1:]]
+
+
 def few_heads(heads: int) -> list[int]:
     """Stand-in for `each_head`: the first and the last."""
     return [*range(heads)[:1], *range(1, heads)[-1:]]
@@ -346,6 +354,7 @@ FEW = (
     (query_blocks, ends_of_queries),
     (block_starts, ends_of_blocks),
     (head_groups, few_groups),
+    (token_parts, few_parts),
     (each_head, few_heads),
 )
 

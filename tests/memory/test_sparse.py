@@ -11,6 +11,7 @@ from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import KEEP, CheckpointingPolicy, Config, MeshConfig
+from megacpp.kernels.hyper_connections import reference
 from megacpp.memory.forms.parameters import rank_bytes
 from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.memory.traffic import traffic
@@ -100,11 +101,13 @@ def test_working_sets_are_those_of_a_trace(size: int, flags: str) -> None:
         f"{KEY}.layers all {KEY}.share 2 {KEY}.num_heads 6",
         f"{KEY}.layers all {KEY}.share 2 {KEY}.num_heads 6 --model.attention.softcap 30",
         "--model.attention.softcap 30",
+        "--model.mhc.streams 2",
     ],
-    ids=["sparse", "sparse softcap", "softcap"],
+    ids=["sparse", "sparse softcap", "softcap", "hyper-connections"],
 )
 def test_ends_of_loops_tell_of_all(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace runs the first blocks, heads and groups, and the last; all have the same peak."""
+    monkeypatch.setattr(reference, "CHUNK", 1 << 16)
     flags = f"--model.depth 3 {attention} --data.seq_len 1024"
     words = f"{WIDE} --model.pattern AAA {flags} --train.device_batch_size 1"
     config, seen, events = parse_run(words.split(), 1).config, [], []

@@ -18,7 +18,6 @@ post, rows of res.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,10 +167,10 @@ def projected(x_SnD: Tensor, phi_KC: Tensor, how: Coefficients) -> tuple[Tensor,
     return torch.matmul(x_SC, phi_KC.mT) * r_S[..., None], r_S
 
 
-def _parts(x_SnD: Tensor) -> Iterator[slice]:
-    """Tokens whose streams are `CHUNK` numbers together."""
+def token_parts(x_SnD: Tensor) -> list[slice]:
+    """Return the tokens whose streams are `CHUNK` numbers together."""
     tokens, most = len(x_SnD), max(1, CHUNK // (x_SnD.shape[1] * x_SnD.shape[2]))
-    return (slice(first, first + most) for first in range(0, tokens, most))
+    return [slice(first, first + most) for first in range(0, tokens, most)]
 
 
 class _Read(torch.autograd.Function):
@@ -187,7 +186,7 @@ class _Read(torch.autograd.Function):
         m_SK, r_S = phi_KC.new_empty(S, len(phi_KC)), phi_KC.new_empty(S)
         u_SD, post_Sn, res_Snn = _rows(u, 1), _rows(post, 1), _rows(res, 2)
         with torch.autocast(x_SnD.device.type, enabled=False):
-            for part in _parts(x_SnD):
+            for part in token_parts(x_SnD):
                 x = wide(x_SnD[part])
                 m_SK[part], r_S[part] = projected(x, phi_KC, how)
                 z_pre, z_post, z_res = how.logits(m_SK[part], scale_3, bias_K)
@@ -212,7 +211,7 @@ class _Read(torch.autograd.Function):
         dphi_KC = torch.zeros_like(phi_KC) if wanted[1] else None
         dz_K, dzm_K = torch.zeros_like(bias_K), torch.zeros_like(bias_K)
         with torch.autocast(x_SnD.device.type, enabled=False):
-            for part in _parts(x_SnD):
+            for part in token_parts(x_SnD):
                 x_PnD, du, m_PK = wide(x_SnD[part]), wide(du_SD[part]), m_SK[part]
                 pre, post, res = how.logits(m_PK, scale_3, bias_K)
                 s_pre, s_post = torch.sigmoid(pre), torch.sigmoid(post)
@@ -265,7 +264,7 @@ class _Mix(torch.autograd.Function):
         x_SnD, y_SD, out_SnD = _rows(x_SnD, 2), _rows(y_SD, 1), _rows(out, 2)
         post_Sn, res_Snn = _rows(post_Sn, 1), _rows(res_Snn, 2)
         with torch.autocast(x_SnD.device.type, enabled=False):
-            for part in _parts(x_SnD):
+            for part in token_parts(x_SnD):
                 kept = torch.matmul(res_Snn[part], wide(x_SnD[part]))
                 out_SnD[part] = kept.addcmul_(post_Sn[part][:, :, None], wide(y_SD[part])[:, None])
                 del kept
@@ -280,7 +279,7 @@ class _Mix(torch.autograd.Function):
         dx_SnD, dy_SD, dpost_Sn, dres_Snn = map(_rows, found, (2, 1, 1, 2))
         dout_SnD = _rows(dout_SnD, 2)
         with torch.autocast(x_SnD.device.type, enabled=False):
-            for part in _parts(x_SnD):
+            for part in token_parts(x_SnD):
                 g = wide(dout_SnD[part])
                 dres_Snn[part] = torch.matmul(g, wide(x_SnD[part]).mT)
                 dpost_Sn[part] = torch.matmul(g, wide(y_SD[part])[:, :, None])[:, :, 0]
