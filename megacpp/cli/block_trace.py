@@ -11,6 +11,7 @@ of a CPU, since the meta device has no autocast.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from multiprocessing import get_context
@@ -64,10 +65,13 @@ def trace_blocks(requests: Sequence[BlockRequest]) -> list[BlockTrace]:
 
     A rank of a run has a process group, and can't be a rank of another mesh: a process of its own
     runs the blocks there.
+
+    Raises:
+        BrokenProcessPool: that process died, before a block or in one.
     """
     if dist.is_available() and dist.is_initialized():
-        with get_context("spawn").Pool(1) as pool:
-            return pool.map(_trace_block, requests)
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            return [*pool.map(_trace_block, requests)]
     return list(map(_trace_block, requests))
 
 

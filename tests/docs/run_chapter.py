@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing  # noqa: F401 - now: it remembers the folder that a path is relative to
 import os
 import re
 import shlex

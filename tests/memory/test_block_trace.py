@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,16 @@ def test_a_rank_of_a_run_traces_elsewhere() -> None:
     with fake_world(config_of("R", 2), 2) as world:
         assert trace_blocks([asked]) == alone
         assert world.group("fsdp").size() == 2
+
+
+def test_a_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins with the program's file, which isn't there: the rank must not wait for it."""
+    program = sys.modules["__main__"]
+    monkeypatch.setattr(program, "__file__", "no-such-folder/program.py", raising=False)
+    monkeypatch.setattr(program, "__spec__", None)
+    asked = request("R", 2, MESHES[2], 1)
+    with fake_world(config_of("R", 2), 2), pytest.raises(BrokenProcessPool):
+        trace_blocks([asked])
 
 
 def _anew(asked: BlockRequest) -> BlockTrace:
