@@ -242,7 +242,8 @@ def sent_on_rank(rank: int, world: int) -> dict[str, Any]:
     for kind in KINDS:
         with Messages() as messages:
             _, *calls = run_part(layer, ContextScan(kind, layout), layout, *DATA, DOCS["packed"])
-        found[kind] = [*calls, messages.calls]
+        between_all = [[c for c in part if c.kind not in ("send", "recv")] for part in calls]
+        found[kind] = [*between_all, messages.calls]
     return found
 
 

@@ -84,9 +84,9 @@ def test_files_are_those_of_a_synchronous_run(
     monkeypatch.setattr(checkpoint, "_finish", slow)
     write = checkpoint._write_tensors
 
-    def late(*args: object) -> None:
+    def late(*args: object) -> float:
         time.sleep(0.3 * in_thread())
-        write(*args)  # type: ignore[arg-type]
+        return write(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(checkpoint, "_write_tensors", late)
     done = train(corpus, tmp_path / "async", ranks, "--checkpoint.async")

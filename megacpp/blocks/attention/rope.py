@@ -33,7 +33,8 @@ def inverse_frequencies(
         from megacpp.blocks.attention.stretch import stretched
 
         frequency_P = stretched(frequency_P, turned, config.rope_theta, yarn)
-    return F.pad(frequency_P, (0, (dim - turned) // 2))
+    still = (dim - turned) // 2
+    return F.pad(frequency_P, (0, still)) if still else frequency_P
 
 
 def softmax_scale(dim: int, config: AttentionConfig) -> float:

@@ -93,7 +93,7 @@ def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
     """Return the mesh with `dp_shard` filled in."""
     if mesh.dp_shard != -1:
         return mesh
-    rest = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
+    rest = max(1, mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp)  # a degree of 0 is refused later
     return replace(mesh, dp_shard=max(1, world_size // rest))
 
 

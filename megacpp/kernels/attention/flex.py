@@ -144,9 +144,9 @@ def block_table(
     some_BQC = meets_BQC & (q_tokens.last >= k_tokens.first)
     one_BQC = (q_ids.first == q_ids.last) & (k_ids.first == k_ids.last) & meets_BQC
     all_BQC = one_BQC & (q_tokens.first >= k_tokens.last)
-    # In a block of one document positions differ as places do.
-    some_BQC &= q_tokens.first - k_tokens.last < window
-    all_BQC &= q_tokens.last - k_tokens.first < window
+    if window < PLACES:  # in a block of one document positions differ as places do
+        some_BQC &= q_tokens.first - k_tokens.last < window
+        all_BQC &= q_tokens.last - k_tokens.first < window
     if queries[0].shape[1] % BLOCK:
         all_BQC[:, -1] = False
     if keys[0].shape[1] % BLOCK:
