@@ -66,10 +66,8 @@ class TokenCache:
         """Return `mask_BS` of the last `window` tokens of a row alone (0: of all)."""
         if not window:
             return self.mask_BS
-        at_S, ends_B1 = (
-            torch.arange(self.longest, device=self.lengths_B.device),
-            self.lengths_B[:, None],
-        )
+        at_S = torch.arange(self.longest, device=self.lengths_B.device)
+        ends_B1 = self.lengths_B[:, None]
         return (at_S < ends_B1) & (at_S >= ends_B1 - window)
 
     def append(self, *parts_B1: Tensor) -> TokenCache:

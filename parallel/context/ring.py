@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megacpp.kernels.attention.causal import document_mask
 from megacpp.kernels.attention.parts import AttentionGradient, RunningAttention, Scores
-from megacpp.kernels.attention.reference import document_mask
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
 from megacpp.model.transfer import to_device

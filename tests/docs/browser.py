@@ -22,7 +22,7 @@ BROWSER = next(
 
 
 class Browser:
-    """One tab; console errors and exceptions of pages are noted in `errors`."""
+    """Drives one tab of a browser; `errors` lists console errors and exceptions of its pages."""
 
     def __enter__(self) -> Browser:
         assert BROWSER

@@ -10,7 +10,7 @@ from torch import Tensor
 from megacpp.blocks.attention.config import AttentionConfig, SparseAttentionConfig
 from megacpp.blocks.attention.sparse import SparseLatentAttention, noted_choice
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.attention.reference import document_mask
+from megacpp.kernels.attention.causal import document_mask
 from megacpp.kernels.sparse_attention.indexer import index_scores
 from megacpp.kernels.sparse_attention.reference import chosen_mask
 from megacpp.model.documents import Documents

@@ -18,8 +18,8 @@ from megacpp.blocks.attention.gqa import GroupedQueryAttention
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.config.schema import ModelConfig
 from megacpp.errors import ConfigError
-from megacpp.kernels.attention import reference as kernel
-from megacpp.kernels.attention.definition import attention_reference
+from megacpp.kernels.attention import causal as kernel
+from megacpp.kernels.attention.reference import attention_reference
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.init import Constant, Normal, initialise

@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from checkpointing.compile import attention_inputs
 from megacpp.blocks.attention.logits import LogitRecorder
 from megacpp.kernels.attention import flex as attention_flex
-from megacpp.kernels.attention.definition import attention_reference
-from megacpp.kernels.attention.reference import (
+from megacpp.kernels.attention.causal import (
     VARLEN,
     attention_between,
     causal_attention,
     document_mask,
 )
+from megacpp.kernels.attention.reference import attention_reference
 from megacpp.kernels.backend import Kernels
 from megacpp.model.documents import Documents
 from tests.golden import check_mla

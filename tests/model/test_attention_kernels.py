@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megacpp.kernels.attention import reference as kernel
+from megacpp.kernels.attention import causal as kernel
 from megacpp.kernels.attention import softcap as softcap_kernel
-from megacpp.kernels.attention.definition import attention_reference
+from megacpp.kernels.attention.reference import attention_reference
 from megacpp.model.documents import Documents
 from tests.model.attention_cases import close, noise, packed
 

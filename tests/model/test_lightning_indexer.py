@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from checkpointing.tracing.live_bytes import LiveBytes
-from megacpp.kernels.attention.reference import document_mask
+from megacpp.kernels.attention.causal import document_mask
 from megacpp.kernels.sparse_attention import indexer as kernel
 from megacpp.kernels.sparse_attention.indexer import choose_keys, index_scores
 from megacpp.kernels.sparse_attention.indexer_loss import HeadShard, Target, indexer_loss

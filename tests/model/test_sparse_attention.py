@@ -8,7 +8,7 @@ from torch import Tensor
 
 from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.kernels.attention import softcap as softcap_kernel
-from megacpp.kernels.attention.reference import causal_attention
+from megacpp.kernels.attention.causal import causal_attention
 from megacpp.kernels.sparse_attention import reference as kernel
 from megacpp.kernels.sparse_attention.indexer import choose_keys
 from megacpp.kernels.sparse_attention.reference import chosen_mask, sparse_attention

@@ -20,7 +20,7 @@ from megacpp.blocks.attention.indexer import Indexer
 from megacpp.blocks.attention.rope import rotary_table, rotate, rotate_halves
 from megacpp.blocks.attention.sparse import SparseAttention
 from megacpp.config.presets import PRESETS
-from megacpp.kernels.attention.reference import document_mask
+from megacpp.kernels.attention.causal import document_mask
 from megacpp.kernels.sparse_attention.indexer import index_scores
 from megacpp.kernels.sparse_attention.reference import chosen_mask
 from megacpp.model.documents import Documents

@@ -22,7 +22,7 @@ from megacpp.blocks.attention.gqa import GroupedQueryAttention
 from megacpp.blocks.attention.logits import LogitRecorder, Statistic, largest_logits
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.attention.rope import inverse_frequencies
-from megacpp.kernels.attention.reference import causal_attention
+from megacpp.kernels.attention.causal import causal_attention
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise

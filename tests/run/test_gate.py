@@ -128,7 +128,7 @@ def test_the_gate_can_be_off_and_says_so() -> None:
 
 
 def test_the_host_copy_of_a_save_is_told(corpus: Path, tmp_path: Path) -> None:
-    """As many bytes as a checkpoint has of tensors: one rank holds all of it."""
+    """Compare the bytes told with those of a checkpoint's tensors: one rank holds all of them."""
     saved = tmp_path / "run/checkpoints"
     flags = ["--data.path", str(corpus), "--run.dir", str(tmp_path / "run"), "--run.steps", "1"]
     done = forked("tiny", *SMALL, *flags, "--checkpoint.async")

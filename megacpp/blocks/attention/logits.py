@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megacpp.kernels.attention.reference import document_mask
+from megacpp.kernels.attention.causal import document_mask
 from megacpp.kernels.attention.softcap import BLOCK, block_logits
 from megacpp.model.documents import Documents
 

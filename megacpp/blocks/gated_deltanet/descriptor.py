@@ -105,11 +105,8 @@ def scan_multiply_adds(model: ModelConfig, seq_len: int) -> float:
 
     The triangular solve counts half of a product of its sizes.
     """
-    g, size, chunk = (
-        model.gated_deltanet,
-        dims(model),
-        min(model.gated_deltanet.chunk_size, seq_len),
-    )
+    g, size = model.gated_deltanet, dims(model)
+    chunk = min(g.chunk_size, seq_len)
     heads, keys = g.num_value_heads, g.num_value_heads * g.key_dim
     solve = 0.5 * chunk * (keys + size["W"])
     return 3 * heads * g.key_dim * g.value_dim + chunk * (2 * size["Q"] + size["W"]) + solve

@@ -1,38 +1,29 @@
-"""Causal attention over packed documents by a backend of `attention`, by its name.
+"""Causal attention over packed documents: the definition, one query after another.
 
-Legend: B rows, T query tokens, S key tokens, N query heads, K key/value heads (N a multiple of
-K; query head n reads key/value head n // (N / K)), H query/key head dim, V value head dim.
+Legend: as reference.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.attention.softcap import softcap_attention
-from megacpp.kernels.attention.varlen import varlen_attention
 from megacpp.model.documents import Documents
 
-VARLEN = ("varlen", "varlen_padded")  # flash kernels for whole rows
 
-
-def causal_attention(
+def attention_reference(
     q_BTNH: Tensor,
     k_BTKH: Tensor,
     v_BTKV: Tensor,
     docs: Documents,
     scale: float,
     softcap: float | None = None,
-    backend: str = "torch",
 ) -> Tensor:
-    """Return attention `[B, T, N, V]` within documents of whole rows, by a backend of `attention`.
+    """Return attention `[B, T, N, V]`, one query after another: the definition.
 
-    By torch's fused kernels rows of one document need no mask. For packed rows it is made once a
-    batch: SDPA would turn a bool mask into an additive one in every layer, and every layer would
-    keep its own. Where heads are grouped, masked SDPA on CUDA expands keys and values to all heads.
+    o_t = sum_s p_ts v_s with p_t = softmax_s(cap(scale * q_t . k_s)), cap(z) = c tanh(z / c), over
+    the tokens s from the start of t's document, or of its window, to t. Nothing is masked: keys of
+    other documents are never read.
 
     Args:
         q_BTNH: queries.
@@ -41,231 +32,19 @@ def causal_attention(
         docs: documents.
         scale: factor of q . k.
         softcap: cap of the scaled scores; None: none.
-        backend: of `attention` (megacpp/kernels/selection.py).
     """
-    if backend == "reference":
-        from megacpp.kernels.attention.definition import attention_reference
-
-        return attention_reference(q_BTNH, k_BTKH, v_BTKV, docs, scale, softcap)
-    if backend in VARLEN:
-        assert softcap is None, "flash kernels of torch take no soft cap"
-        equal = q_BTNH.shape[-1] == v_BTKV.shape[-1]
-        assert equal or backend == "varlen_padded", "head dims that differ: varlen_padded"
-        return varlen_attention(q_BTNH, k_BTKH, v_BTKV, docs, scale)
-    return attention_between(q_BTNH, k_BTKH, v_BTKV, docs, docs, scale, softcap, backend)
-
-
-def attention_between(
-    q_BTNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKV: Tensor,
-    queries: Documents,
-    keys: Documents,
-    scale: float,
-    softcap: float | None = None,
-    backend: str = "torch",
-) -> Tensor:
-    """Return attention `[B, T, N, V]` of queries to the keys of their documents that aren't later.
-
-    Queries and keys may be any tokens of the rows. The other backends of `attention` take whole
-    rows.
-
-    Args:
-        q_BTNH: queries.
-        k_BSKH: keys.
-        v_BSKV: values.
-        queries: documents of the queries.
-        keys: documents of the keys.
-        scale: factor of q . k.
-        softcap: cap of the scaled scores; None: none.
-        backend: `flex` or `torch`.
-    """
-    if backend == "flex":
-        from megacpp.kernels.attention.flex import flex_attention
-
-        return flex_attention(q_BTNH, k_BSKH, v_BSKV, queries, keys, scale, softcap)
-    assert backend == "torch", backend
-    rows = keys is queries
-    whole = rows and queries.whole and not queries.window
-    mask_B1TS = None if whole else attention_mask(queries, keys, q_BTNH.dtype, softcap)
-    return attend(q_BTNH, k_BSKH, v_BSKV, scale, softcap, mask_B1TS, causal=rows)
-
-
-def remember(docs: Documents, dtype: torch.dtype, softcap: float | None, backend: str) -> None:
-    """Compute what `causal_attention` by a backend needs of documents, memoized for all layers.
-
-    Args:
-        docs: documents.
-        dtype: of the queries.
-        softcap: cap of the scaled scores; None: none.
-        backend: of `attention`.
-    """
-    if backend == "flex":
-        from megacpp.kernels.attention.flex import block_mask
-
-        block_mask(docs, docs)
-    elif backend in VARLEN:
-        _ = docs.cu_seqlens
-    elif backend == "torch" and not (docs.whole and not docs.window):
-        attention_mask(docs, docs, dtype, softcap)
-
-
-def attend(
-    q_BTNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKV: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    mask_B1TS: Tensor | None = None,
-    causal: bool = False,
-) -> Tensor:
-    """Return attention `[B, T, N, V]` of any queries to any keys: all, or those of a mask.
-
-    SDPA without a soft cap, the blocks of megacpp/kernels/attention/softcap.py with one.
-
-    Args:
-        mask_B1TS: bool, True where a query may look (without a soft cap also additive: 0 there
-            and minus infinity elsewhere, in the dtype of q).
-        causal: T = S and nothing looks at a later key; a mask, if there is one, says so too.
-    """
-    if softcap is not None:
-        return softcap_attention(q_BTNH, k_BSKH, v_BSKV, scale, softcap, mask_B1TS, causal)
-    return _sdpa(q_BTNH, k_BSKH, v_BSKV, scale, mask_B1TS, causal and mask_B1TS is None)
-
-
-def attention_mask(
-    queries: Documents, keys: Documents, dtype: torch.dtype, softcap: float | None
-) -> Tensor:
-    """Return `document_mask` in the form that `attend` takes fastest, made once a batch.
-
-    Args:
-        queries: documents of the queries.
-        keys: documents of the keys.
-        dtype: of the queries.
-        softcap: cap of the scaled scores, which takes a bool mask; None: an additive mask.
-    """
-    other = None if keys is queries else keys  # a memo must not refer to itself
-    mask_B1TS = queries.memo(("attention_mask", other), lambda: document_mask(queries, keys))
-    if softcap is not None:
-        return mask_B1TS
-    return queries.memo(("attention_bias", other, dtype), lambda: _additive(mask_B1TS, dtype))
-
-
-def document_mask(
-    queries: Documents,
-    keys: Documents,
-    of_queries: slice = slice(None),
-    of_keys: slice = slice(None),
-) -> Tensor:
-    """Return bool `[B, 1, T, S]` (B = 1 for whole rows): same document and not a later token.
-
-    Nor one that the window of the queries leaves behind. Queries and keys may be different tokens
-    of one row (context parallelism), as long as their ids and positions are those of the whole row.
-
-    Args:
-        queries: documents of the queries.
-        keys: documents of the keys.
-        of_queries: tile of T.
-        of_keys: tile of S.
-    """
-    rows = slice(1) if _whole(queries) and _whole(keys) else slice(None)
-    same_BTS = queries.ids_BT[rows, of_queries, None] == keys.ids_BT[rows, None, of_keys]
-    of_T, of_S = queries.positions_BT[rows, of_queries], keys.positions_BT[rows, of_keys]
-    seen_BTS = same_BTS & (of_T[:, :, None] >= of_S[:, None, :])
-    if queries.window:
-        seen_BTS &= of_T[:, :, None] < of_S[:, None, :] + queries.window
-    return seen_BTS[:, None]
-
-
-def _whole(docs: Documents) -> bool:
-    """Return whether every row, of which these may be a part, is one document."""
-    return docs.whole or (docs.row is not None and docs.row.whole)
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 where a bool mask is True, minus infinity elsewhere."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
-        ~mask, float("-inf")
-    )
-
-
-def _sdpa(
-    q_BTNH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, scale: float, mask: Tensor | None, causal: bool
-) -> Tensor:
-    """Run torch's fused attention: memory linear in T wherever a fused kernel takes the shapes."""
-    value_dim = v_BSKV.shape[-1]
-    if q_BTNH.device.type == "cpu" and value_dim != q_BTNH.shape[-1]:
-        # The fused CPU kernel wants one head dim. Zero columns change no score and no value.
-        # Against the unfused fallback: 2 to 3 times faster (T 512) and no [T, T] tensor.
-        if not torch.compiler.is_compiling() and q_BTNH.numel() and k_BSKH.numel():
-            return _PaddedAttention.apply(q_BTNH, k_BSKH, v_BSKV, mask, scale, causal)  # type: ignore[return-value]
-        q_BTNH, k_BSKH, v_BSKV = _pad_to_one_dim(q_BTNH, k_BSKH, v_BSKV)
-    if mask is not None and q_BTNH.is_cuda and q_BTNH.shape[2] != k_BSKH.shape[2]:
-        # The CUDA kernel that takes a mask (memory-efficient) takes no grouped heads.
-        group = q_BTNH.shape[2] // k_BSKH.shape[2]
-        k_BSKH, v_BSKV = (t.repeat_interleave(group, dim=2) for t in (k_BSKH, v_BSKV))
-    o_BNTV = F.scaled_dot_product_attention(
-        q_BTNH.transpose(1, 2),
-        k_BSKH.transpose(1, 2),
-        v_BSKV.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=q_BTNH.shape[2] != k_BSKH.shape[2],
-    )
-    return o_BNTV.transpose(1, 2)[..., :value_dim]
-
-
-class _PaddedAttention(torch.autograd.Function):
-    """Fused CPU kernel for two head dims, which saves nothing of its zero columns.
-
-    Autograd would save the padded tensors, and the output padded and unpadded.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool
-    ) -> Tensor:
-        o_BNTX, lse_BTN = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_padded_heads_first(q, k, v), is_causal=causal, attn_mask=mask, scale=scale
-        )
-        o_BTNV = o_BNTX.transpose(1, 2)[..., : v.shape[-1]].contiguous()
-        ctx.save_for_backward(q, k, v, o_BTNV, lse_BTN, mask)
-        ctx.settings = (scale, causal)
-        return o_BTNV
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do_BTNV: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o_BTNV, lse_BTN, mask = ctx.saved_tensors
-        scale, causal = ctx.settings
-        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *_padded_heads_first(do_BTNV, q, k, v, o_BTNV),
-            lse_BTN,
-            0.0,
-            causal,
-            attn_mask=mask,
-            scale=scale,
-        )
-        of_qkv = (
-            g.transpose(1, 2)[..., : x.shape[-1]] for g, x in zip(gradients, (q, k, v), strict=True)
-        )
-        return *of_qkv, None, None, None
-
-
-def _padded_heads_first(*tensors: Tensor) -> list[Tensor]:
-    """Return each padded by zeros to the largest head dim, for the kernel: `[B, N, T, X]`."""
-    widest = max(x.shape[-1] for x in tensors)
-    missing = [widest - x.shape[-1] for x in tensors]
-    wide = [F.pad(x, (0, n)) if n else x for x, n in zip(tensors, missing, strict=True)]
-    return [x.transpose(1, 2) for x in wide]
-
-
-def _pad_to_one_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad query, key and value with zero columns to the larger of the two head dims."""
-    wider = q.shape[-1] - v.shape[-1]
-    if wider > 0:
-        return q, k, F.pad(v, (0, wider))
-    if wider < 0:
-        return F.pad(q, (0, -wider)), F.pad(k, (0, -wider)), v
-    return q, k, v
+    group = q_BTNH.shape[2] // k_BTKH.shape[2]
+    k_BTNH, v_BTNV = (t.repeat_interleave(group, dim=2) for t in (k_BTKH, v_BTKV))
+    rows = []
+    for b, positions in enumerate(docs.positions_BT.tolist()):
+        tokens = []
+        for t, position in enumerate(positions):
+            reach = min(position + 1, docs.window or position + 1)
+            seen = slice(t + 1 - reach, t + 1)
+            logits_SN = scale * (k_BTNH[b, seen] * q_BTNH[b, t]).sum(-1)
+            if softcap is not None:
+                logits_SN = softcap * torch.tanh(logits_SN / softcap)
+            p_SN = logits_SN.softmax(dim=0)
+            tokens.append((p_SN[..., None] * v_BTNV[b, seen]).sum(0))
+        rows.append(torch.stack(tokens))
+    return torch.stack(rows)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.kernels.attention.reference import document_mask
+from megacpp.kernels.attention.causal import document_mask
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.kernels.attention.reference import document_mask
+from megacpp.kernels.attention.causal import document_mask
 from megacpp.kernels.sparse_attention.indexer import query_blocks, tile_gradients, tile_scores
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide

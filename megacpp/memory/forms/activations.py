@@ -95,7 +95,7 @@ def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> Activation
     Precision `auto` is bf16, as on a GPU, unless the run is on a CPU. Kernels are those of a CPU,
     as in
     `megacpp activations`: a GPU pads the slots of experts less, and keeps keys and values for every
-    query head where rows are packed (megacpp/kernels/attention/reference.py).
+    query head where rows are packed (megacpp/kernels/attention/causal.py).
     """
     own, most = (LocalShapes.on_rank(config, size, rank, most) for most in (False, True))
     alike: dict[str, Counter[Saved]] = {}  # a kind's layers, by their places in groups
