@@ -18,7 +18,7 @@ from megacpp.config.schema import ModelConfig
 from megacpp.kernels.attention.causal import attend, attention_between, causal_attention
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.sparse_attention.reference import chosen_mask
-from megacpp.model.documents import Documents, documents_of
+from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import NormOverHeads, RMSNorm
@@ -186,7 +186,7 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """Return the output `[B, T, D]`; positions restart at every document."""
-        docs = documents_of(x_BTD, docs)
+        docs = docs or Documents.rows(x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
         table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
         if self.config.attention.window:
             docs = docs.within(self.config.attention.window)
