@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megacpp.config.arguments import parse_run
 from megacpp.config.checks.every import hang_limits
 from megacpp.errors import ConfigError
 from megacpp.run.blame import blame
+from megacpp.run.hang import group_timeout
 from megacpp.run.straggler import FILE, WINDOW, Straggler
 from parallel.boundary import AccumulationBoundary
 from tests.launch import forked
@@ -110,6 +113,8 @@ def test_a_hang_in_real_processes(
     def late(self: AccumulationBoundary, batches: Any, step: int = 0) -> Any:
         if (step, os.environ["RANK"]) == (2, "1"):
             (tmp_path / "began").write_text(str(time.time()))
+            ranks = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+            assert ranks.options._timeout == group_timeout("step=2,save=2")
             os.kill(os.getpid(), signal.SIGSTOP) if stopped else time.sleep(600)
         return accumulate(self, batches, step)
 

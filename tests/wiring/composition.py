@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from megacpp.blocks.experts.router import Router
 from megacpp.blocks.mtp.module import MultiTokenPrediction
@@ -33,12 +35,12 @@ class Composed:
 
     Attributes:
         rows: by step, as in metrics.jsonl.
-        held_out: nats per valid token of the held-out rows.
+        held_out: nats per valid token of the held-out rows, by step after which they are evaluated.
         weights: by name.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    held_out: float = math.nan
+    held_out: dict[int, float] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -52,6 +54,9 @@ def composed(config: Config, corpus: Corpus, bad_steps: Collection[int] = ()) ->
     """
     world = World(0, 1, torch.device("cpu"))
     model = build_model(config, world)
+    if config.checkpoint.init:
+        first = load_file(Path(config.checkpoint.init) / "model.safetensors")
+        model.load_state_dict(first, strict=False)
     optimizer = build_optimizer(model, config, world.holders)
     peaks = [group["lr"] for group in optimizer.param_groups]
     qk_clip = QKClip(model, config.optim.qk_clip, lambda x: x) if config.optim.qk_clip else None
@@ -62,7 +67,7 @@ def composed(config: Config, corpus: Corpus, bad_steps: Collection[int] = ()) ->
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * cosine(updates, config)
         batches = []
-        for _ in range(config.train.grad_accum):
+        for _ in range(microbatches(step, config)):
             rows = range(position, position + config.train.device_batch_size)
             batches.append(corpus.train_batch(rows))
             position = rows.stop
@@ -103,7 +108,9 @@ def composed(config: Config, corpus: Corpus, bad_steps: Collection[int] = ()) ->
             elif good == config.precision.loss_scale_growth:
                 scale, good = scale * 2, 0
         found.rows.append(row)
-    found.held_out = held_out(model, corpus, config)
+        if (step + 1) % config.run.eval_every == 0 or step + 1 == config.run.steps:
+            found.held_out[step] = held_out(model, corpus, config)
+            model.train()
     found.weights = {name: p.detach() for name, p in model.named_parameters()}
     return found
 
@@ -129,6 +136,12 @@ def accumulate(
         (out.loss_sum / (max(1, valid) / scale)).backward()
         nll += out.nll_sum.item()
     return nll
+
+
+def microbatches(step: int, config: Config) -> int:
+    """Return the microbatches of a step: a line from one to all of them, rounded."""
+    steps = config.train.batch_warmup_steps
+    return round(1 + (config.train.grad_accum - 1) * min(1, step / steps)) if steps else config.train.grad_accum
 
 
 def cosine(update: int, config: Config) -> float:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate, count
 from typing import Any
 from unittest import mock
 
@@ -40,7 +41,7 @@ class NaNGradient(torch.autograd.Function):
 
 @contextmanager
 def going_wrong(
-    accum: int,
+    microbatches: Sequence[int],
     first: int = 0,
     nan: Collection[int] = (),
     rank: int = 0,
@@ -49,17 +50,19 @@ def going_wrong(
     """Let steps of a run go wrong on one rank.
 
     Args:
-        accum: microbatches of a step.
+        microbatches: of each step from `first` on.
         first: step with which the run goes on.
         nan: steps in which this rank's gradient of the first norm is NaN.
         rank: that rank; it must hold the first layer.
         told: step in which this rank gets SIGTERM.
     """
     original, forwards = Block._mixed, 0
+    begins = dict(zip(accumulate(microbatches, initial=0), count(first), strict=False))
+    step = first
     first_block: Block | None = None
 
     def mixed(self: Block, x_BTD: Tensor, docs: Documents) -> Tensor:
-        nonlocal first_block, forwards
+        nonlocal first_block, forwards, step
         values = not x_BTD.is_meta and not isinstance(x_BTD, FakeTensor)  # no estimate of memory
         first_block = first_block or (self if values and self.training else None)
         y_BTD = original(self, x_BTD, docs)
@@ -67,8 +70,8 @@ def going_wrong(
             assert self.recompute is not PLAIN, "attention's core runs again"
         here = self is first_block and int(os.environ.get("RANK", "0")) == rank
         if here and torch.is_grad_enabled() and not recomputing():
-            step, forwards = first + forwards // accum, forwards + 1
-            if step == told and forwards % accum == 0:
+            step, forwards = begins.get(forwards, step), forwards + 1
+            if step == told and begins.get(forwards, step) != step:  # after its last microbatch
                 os.kill(os.getpid(), signal.SIGTERM)
             if step in nan:
                 y_BTD = y_BTD + NaNGradient.apply(self.norm.weight)

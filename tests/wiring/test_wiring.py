@@ -20,6 +20,9 @@ from safetensors.torch import load_file
 
 from megacpp.config.arguments import parse_run
 from megacpp.data.corpus import Corpus
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.init import initialise
+from megacpp.state.export import export_weights
 from tests.launch import Done, forked
 from tests.test_run import records
 from tests.wiring.composition import Composed, composed
@@ -30,7 +33,7 @@ SMALL = (
     " --model.attention.num-heads 4 --model.attention.num-kv-heads 2 --model.attention.head-dim 8"
     " --model.attention.qk-norm false --model.moe.num-experts 4 --model.moe.hidden-dim 16"
     " --model.moe.shared-hidden-dim 16 --model.mlp.hidden-dim 32 --model.tie-embeddings true"
-    " --data.seq-len 32 --run.steps 9 --run.eval-rows 7 --run.sample-tokens 0 --checkpoint.every 2"
+    " --data.seq-len 32 --run.steps 9 --run.eval-rows 7 --run.eval-every 4 --run.sample-tokens 0 --checkpoint.every 2"
     " --checkpoint.keep 3 --train.tokens-per-step 256 --optim.name adamw --optim.schedule cosine"
     " --optim.warmup-steps 3 --optim.lr 0.01 --optim.clip-norm 0.3 --optim.qk-clip 0.02"
     " --run.tensorboard false"
@@ -69,7 +72,7 @@ class Case:
 
 FLAGS = {
     "fp64": [*FP64, *AHEAD],
-    "no labels": [*FP64, "--train.grad-accum", "2"],
+    "no labels": [*FP64, *"--train.grad-accum 2 --train.batch-warmup-steps 3".split()],
     "fp16": FP16,
     # On ranks others overflow.
     "fp16, no overflow": [*FP16, *"--precision.loss-scale 1024 --optim.lr 1e-4".split()],
@@ -99,24 +102,40 @@ def flags_of(name: str) -> list[str]:
 
 
 @functools.cache
+def first_weights(corpus: Path) -> list[str]:
+    """Return the flags of a run that starts from weights of another seed."""
+    final = corpus.with_name("first") / "final"
+    model = HybridLM(parse_run(["tiny", *SMALL], 1).config.model)
+    initialise(model, model.init_rules(), 7)
+    export_weights(model, final, model.config, beside=(corpus / "tokenizer.json",))
+    return ["--checkpoint.init", str(final)]
+
+
+def words_of(case: str, corpus: Path) -> list[str]:
+    first = first_weights(corpus) if case == "no labels" else []
+    return ["tiny", *flags_of(case), *first, "--data.path", str(corpus)]
+
+
+@functools.cache
 def by_hand(name: str, corpus: Path) -> Composed:
-    words = ["tiny", *flags_of(name), "--data.path", str(corpus)]
+    words = words_of(name, corpus)
     config = parse_run([*words, "--train.device-batch-size", "4"], 1).config
     with without_labels(labels_of(name)):
         return composed(config, Corpus(corpus, config.data.seq_len), {BAD})
 
 
 def labels_of(name: str) -> range:
-    """Training rows without labels: those of the step before the last."""
-    return range((STEPS - 2) * ROWS, (STEPS - 1) * ROWS) if name == "no labels" else range(0)
+    """Training rows without labels: those of the step before the last; the first two have half."""
+    return range((STEPS - 3) * ROWS, (STEPS - 2) * ROWS) if name == "no labels" else range(0)
 
 
 def run(case: Case, corpus: Path, folder: Path, first: int) -> Done:
-    paths = ["--data.path", str(corpus), "--run.dir", str(folder), *case.mesh.split()]
+    paths = ["--run.dir", str(folder), *case.mesh.split()]
     batch = ["--train.device-batch-size", str(case.device_batch)]
     wrong = {"nan": {BAD}, "rank": case.rank, "told": None if first else TOLD}
-    with without_labels(labels_of(case.name)), going_wrong(2, first, **wrong):
-        return forked("tiny", *flags_of(case.name), *paths, *batch, ranks=case.ranks)
+    taken = [row["grad_accum"] for row in by_hand(case.name, corpus).rows[first:]]
+    with without_labels(labels_of(case.name)), going_wrong(taken, first, **wrong):
+        return forked(*words_of(case.name, corpus), *paths, *batch, ranks=case.ranks)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -135,9 +154,10 @@ def test_a_run_is_its_composition(case: Case, corpus: Path, tmp_path: Path) -> N
     for row, want in zip(rows, expected.rows, strict=True):
         for key, value in want.items():
             same(row.get(key), value, limit, (row["step"], key))
-    (evaluated,) = [json.loads(x) for x in (folder / "evaluations.jsonl").read_text().splitlines()]
-    same(evaluated["loss"], expected.held_out, limit, "held out")
-    assert evaluated["step"] == STEPS - 1
+    evaluated = [json.loads(x) for x in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in evaluated] == [*expected.held_out] and len(evaluated) == 3
+    for one, want in zip(evaluated, expected.held_out.values(), strict=True):
+        same(one["loss"], want, limit, ("held out", one["step"]))
     # AdamW divides by a root of v: where v is small, roundings of a gradient show in a weight.
     limit = max(10 * limit, 2.0**-22)
     weights = load_file(folder / "final/model.safetensors")
@@ -170,7 +190,7 @@ def same(found: Any, want: Any, limit: float, where: Any) -> None:
 def test_a_sanitized_step_updates_and_is_not_saved(corpus: Path, tmp_path: Path) -> None:
     paths = ["--data.path", str(corpus), "--run.dir", str(tmp_path)]
     flags = "--train.device-batch-size 4 --train.nonfinite sanitize --checkpoint.keep 0".split()
-    with going_wrong(2, 0, nan={EVERY - 1}):
+    with going_wrong([2] * 2 * EVERY, nan={EVERY - 1}):
         done = forked("tiny", *flags_of("fp64"), *paths, *flags, "--run.steps", str(2 * EVERY))
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["skipped"] for row in records(tmp_path)] == [False] * 2 * EVERY
