@@ -51,7 +51,6 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         launch = prepare(resolved, peers, device)
     config, corpus = launch.config, launch.corpus
     until = config.run.until or config.run.steps
-    kept = config.memory.fit != "smoke" and not config.run.until  # or a trial's, a replay's steps
     records = Records(launch, peers)
     clock = records.clock
 
@@ -107,7 +106,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
             continue
         last = step + 1 == config.run.steps
         saves = due(config.checkpoint.every, step) and not state.bad_steps
-        if kept and (last or status.leaving or saves):
+        if config.saves and (last or status.leaving or saves):
             with clock.span("checkpoint"):
                 state.save(config.checkpoint.keep, behind=not (last or status.leaving))
         if status.leaving:
@@ -121,7 +120,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
 
     # ---- the end: held-out loss next to gzip, final weights, a sample ----------------------------
     clock.idle()
-    if kept:
+    if config.saves:
         records.finish(model, records.evaluate(state.step - 1))
     records.close()
     world.close()

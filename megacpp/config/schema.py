@@ -397,3 +397,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
+
+    @property
+    def saves(self) -> bool:
+        """Return whether the run's state is kept: a trial's and a replay's steps aren't."""
+        return self.memory.fit != "smoke" and not self.run.until

@@ -199,10 +199,9 @@ class Mirror:
 
 def open_mirror(config: Config, run: Path) -> Mirror | None:
     """Return the mirror of a run, or None: it has none, or is a trial or a replay."""
-    trial = config.memory.fit == "smoke" or config.run.until
-    if trial or not config.checkpoint.mirror_every:
-        return None
-    return Mirror(run, dataclasses.asdict(config.mesh))
+    if config.saves and config.checkpoint.mirror_every:
+        return Mirror(run, dataclasses.asdict(config.mesh))
+    return None
 
 
 def _key(run: Path) -> str:

@@ -282,8 +282,7 @@ class RemoteRun:
 
 def url_of(config: Config) -> str:
     """Return `checkpoint.remote`; empty in trials and replays, which save nothing."""
-    trial = config.memory.fit == "smoke" or config.run.until
-    return "" if trial else config.checkpoint.remote
+    return config.checkpoint.remote if config.saves else ""
 
 
 def remote_run(config: Config) -> RemoteRun:

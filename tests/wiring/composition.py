@@ -140,8 +140,8 @@ def accumulate(
 
 def microbatches(step: int, config: Config) -> int:
     """Return the microbatches of a step: a line from one to all of them, rounded."""
-    steps = config.train.batch_warmup_steps
-    return round(1 + (config.train.grad_accum - 1) * min(1, step / steps)) if steps else config.train.grad_accum
+    steps, most = config.train.batch_warmup_steps, config.train.grad_accum
+    return round(1 + (most - 1) * min(1, step / steps)) if steps else most
 
 
 def cosine(update: int, config: Config) -> float:

@@ -33,10 +33,10 @@ SMALL = (
     " --model.attention.num-heads 4 --model.attention.num-kv-heads 2 --model.attention.head-dim 8"
     " --model.attention.qk-norm false --model.moe.num-experts 4 --model.moe.hidden-dim 16"
     " --model.moe.shared-hidden-dim 16 --model.mlp.hidden-dim 32 --model.tie-embeddings true"
-    " --data.seq-len 32 --run.steps 9 --run.eval-rows 7 --run.eval-every 4 --run.sample-tokens 0 --checkpoint.every 2"
-    " --checkpoint.keep 3 --train.tokens-per-step 256 --optim.name adamw --optim.schedule cosine"
-    " --optim.warmup-steps 3 --optim.lr 0.01 --optim.clip-norm 0.3 --optim.qk-clip 0.02"
-    " --run.tensorboard false"
+    " --data.seq-len 32 --run.steps 9 --run.eval-rows 7 --run.eval-every 4 --run.sample-tokens 0"
+    " --checkpoint.every 2 --checkpoint.keep 3 --train.tokens-per-step 256 --optim.name adamw"
+    " --optim.schedule cosine --optim.warmup-steps 3 --optim.lr 0.01 --optim.clip-norm 0.3"
+    " --optim.qk-clip 0.02 --run.tensorboard false"
 ).split()
 FP64 = ["--precision.dtype", "fp64"]
 AHEAD = "--model.mtp.depths 2 --model.mtp.loss-final 0.1 --model.mtp.switch 0.5".split()
