@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -332,11 +332,12 @@ def attention_inputs(mixer: Attention, docs: Documents, x_BTD: Tensor) -> Docume
     """
     latent = isinstance(mixer, MultiHeadLatentAttention)
     dim, config = mixer.rope_dim if latent else mixer.head_dim, mixer.config.attention
-    backend, dtype = mixer.inner.kernels.attention, x_BTD.dtype
+    backend, dtype, docs = mixer.inner.kernels.attention, x_BTD.dtype, docs.within(config.window)
     of_queries = autocast_dtype(x_BTD) or dtype
 
     def make() -> Documents:
-        read = Documents(docs.ids_BT, docs.positions_BT, docs.whole, boundaries=docs.boundaries)
+        read = Documents(docs.ids_BT, docs.positions_BT, docs.whole)
+        read = replace(read, boundaries=docs.boundaries, window=docs.window)
         rotary_table(read, dim, config, dtype)
         remember(read, of_queries, config.softcap, backend)
         if backend in VARLEN and not read.whole:  # its length is the number of documents

@@ -84,6 +84,7 @@ def num_graphs() -> int:
 
 MODELS = {
     "gqa": small(LETTERS),
+    "window": replace(small(LETTERS), attention=replace(small().attention, window=5)),
     "mla": replace(variants()["mla_low_rank_queries_yarn"], pattern=LETTERS, depth=7),
     "softcap relu2": replace(
         small("AFF"),

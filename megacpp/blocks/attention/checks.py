@@ -52,18 +52,13 @@ def checks(config: Config) -> Iterator[ConfigError]:
             f"must divide model.attention.num_heads ({a.num_heads})",
             f"use model.attention.num_kv_heads={near}",
         )
-    blind = {
-        "model.attention.sparse.layers": (a.sparse.layers, "''"),
-        "train.compile": (config.train.compile, "off"),
-    }
-    for key, (value, off) in blind.items() if a.window else ():
-        if value not in ("", "off"):
-            yield config_error(
-                key,
-                value,
-                f"knows no window (model.attention.window={a.window})",
-                f"use {key}={off}, or model.attention.window=0",
-            )
+    if a.window and a.sparse.layers:
+        yield config_error(
+            "model.attention.sparse.layers",
+            a.sparse.layers,
+            f"knows no window (model.attention.window={a.window})",
+            "use model.attention.sparse.layers='', or model.attention.window=0",
+        )
     if a.qk_norm_wide and not a.qk_norm:
         yield config_error(
             "model.attention.qk_norm_wide",
