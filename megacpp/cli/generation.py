@@ -10,6 +10,7 @@ forward, then one token at a time.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -48,16 +49,18 @@ def measured_memory(
     return _followed(config, args, device, nullcontext())
 
 
-def last_growth(prompt: int, new: int) -> int | None:
-    """Return the tokens in the cache when it last doubles; None: no token is fed.
+def last_growth(prompt: int, new: int, window: int = 0) -> int | None:
+    """Return the tokens in the cache when it last doubles; None: it never grows.
 
     Args:
         prompt: tokens of the prompt, for which it has room.
         new: new tokens, of which the last isn't fed.
+        window: tokens that are kept (0: all).
     """
-    found, room = None, prompt
-    while room < prompt + new - 1:
-        found, room = room, 2 * (room + 1)
+    most = window or prompt + new
+    found, room = None, min(prompt, most)
+    while room < min(prompt + new - 1, most):
+        found, room = room, min(2 * (room + 1), most)
     return found
 
 
@@ -82,8 +85,7 @@ def _followed(
         logits_BV, state = model.prefill(_ids(args.prompts, args.prompt_tokens, device))
         cache = live.now - weights - logits_BV.nbytes
         full = live.peak, cache
-        grown = last_growth(args.prompt_tokens, args.new_tokens)
-        if grown is not None:
+        for grown in sorted(_growths(config, args)):
             if grown > args.prompt_tokens:
                 state = mapped(state, partial(_full, tokens=grown))
             live.restart()
@@ -94,6 +96,13 @@ def _followed(
         return GenerationMemory(weights, cache, peak - weights - cache)
 
 
+def _growths(config: ModelConfig, args: GenerationArgs) -> set[int]:
+    """Return the tokens in caches of either kind, with a window and without, as they last grow."""
+    sizes = args.prompt_tokens, args.new_tokens
+    found = {last_growth(*sizes, window) for window in (0, config.attention.window)}
+    return {tokens for tokens in found if tokens is not None}
+
+
 def _full(part: Tensor | TokenCache, tokens: int) -> Tensor | TokenCache:
     """Return a cache with room for so many tokens that are all there; a copy of other tensors.
 
@@ -101,8 +110,9 @@ def _full(part: Tensor | TokenCache, tokens: int) -> Tensor | TokenCache:
     """
     if isinstance(part, Tensor):
         return part.clone()
-    shapes = [(b, (len(b), tokens, *b.shape[2:])) for b in part.buffers]
-    return TokenCache.filled(*(buffer.new_zeros(shape) for buffer, shape in shapes))
+    buffers = tuple(b.new_zeros(len(b), part.kept(tokens), *b.shape[2:]) for b in part.buffers)
+    lengths_B = torch.full_like(part.lengths_B, tokens)
+    return replace(part, buffers=buffers, lengths_B=lengths_B, longest=tokens)
 
 
 def _loss(model: HybridLM, ids_BT: Tensor) -> None:

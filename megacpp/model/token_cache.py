@@ -18,37 +18,42 @@ class TokenCache:
     """Tensors `[B, S, ...]` of cached tokens; rows may differ in length.
 
     A longer cache shares its buffers with the one that it continues. Of two continuations of one
-    cache the one made last is valid.
+    cache the one made last is valid. With a window a row keeps its last tokens alone, each at the
+    remainder of its position: a new one overwrites the oldest.
 
     Attributes:
         buffers: `[B, room, ...]` each, with room for S tokens or more.
-        lengths_B: int64, tokens of each row, the position of its next one.
-        longest: S.
-        even: all rows have S tokens.
+        lengths_B: int64, tokens of each row so far, the position of its next one.
+        longest: tokens of the longest row so far.
+        even: all rows have as many tokens.
+        window: tokens of a row that are kept (0: all).
     """
 
     buffers: tuple[Tensor, ...]
     lengths_B: Tensor
     longest: int
     even: bool = True
+    window: int = 0
 
     @staticmethod
-    def empty(*parts_B0: Tensor) -> TokenCache:
+    def empty(*parts_B0: Tensor, window: int = 0) -> TokenCache:
         """Return a cache without tokens, of parts `[B, 0, ...]`."""
         lengths_B = torch.zeros(len(parts_B0[0]), dtype=torch.int64, device=parts_B0[0].device)
-        return TokenCache(parts_B0, lengths_B, 0)
+        return TokenCache(parts_B0, lengths_B, 0, window=window)
 
     @staticmethod
-    def filled(*parts_BS: Tensor) -> TokenCache:
-        """Return a cache of the tokens of parts `[B, S, ...]`."""
-        rows, longest = parts_BS[0].shape[:2]
-        lengths_B = torch.full((rows,), longest, device=parts_BS[0].device)
-        return TokenCache(parts_BS, lengths_B, longest)
+    def filled(*parts_BT: Tensor, window: int = 0) -> TokenCache:
+        """Return a cache of the tokens of parts `[B, T, ...]`."""
+        rows, longest = parts_BT[0].shape[:2]
+        lengths_B = torch.full((rows,), longest, device=parts_BT[0].device)
+        if window and longest > window:
+            parts_BT = tuple(x[:, -window:].roll(longest % window, 1) for x in parts_BT)
+        return TokenCache(parts_BT, lengths_B, longest, window=window)
 
     @property
     def parts_BS(self) -> tuple[Tensor, ...]:
         """Views `[B, S, ...]` of the cached tokens."""
-        return tuple(buffer[:, : self.longest] for buffer in self.buffers)
+        return tuple(buffer[:, : self.kept(self.longest)] for buffer in self.buffers)
 
     @property
     def positions_B1(self) -> Tensor:
@@ -60,32 +65,30 @@ class TokenCache:
         """Return bool `[B, S]`, True where a row has a token; None: everywhere."""
         if self.even:
             return None
-        return torch.arange(self.longest, device=self.lengths_B.device) < self.lengths_B[:, None]
+        at_S = torch.arange(self.kept(self.longest), device=self.lengths_B.device)
+        return at_S < self.lengths_B[:, None]
 
-    def within(self, window: int) -> Tensor | None:
-        """Return `mask_BS` of the last `window` tokens of a row alone (0: of all)."""
-        if not window:
-            return self.mask_BS
-        at_S = torch.arange(self.longest, device=self.lengths_B.device)
-        ends_B1 = self.lengths_B[:, None]
-        return (at_S < ends_B1) & (at_S >= ends_B1 - window)
+    def kept(self, tokens: int) -> int:
+        """Return how many of a row's tokens are kept."""
+        return min(tokens, self.window or tokens)
 
     def append(self, *parts_B1: Tensor) -> TokenCache:
         """Return the cache with one more token for each row, from parts `[B, 1, ...]`."""
-        grown = self.with_room(self.longest + 1)
+        grown, size = self.with_room(self.longest + 1), self.window or self.longest + 1
         for buffer, part_B1 in zip(grown.buffers, parts_B1, strict=True):
             if self.even:
-                buffer[:, self.longest] = part_B1[:, 0]
+                buffer[:, self.longest % size] = part_B1[:, 0]
             else:
                 rows_B = torch.arange(len(buffer), device=buffer.device)
-                buffer[rows_B, self.lengths_B] = part_B1[:, 0].to(buffer.dtype)
+                buffer[rows_B, self.lengths_B % size] = part_B1[:, 0].to(buffer.dtype)
         return replace(grown, lengths_B=self.lengths_B + 1, longest=self.longest + 1)
 
     def with_room(self, tokens: int) -> TokenCache:
         """Return the cache in buffers for `tokens` or more; new ones have twice the room."""
-        if all(buffer.shape[1] >= tokens for buffer in self.buffers):
+        if all(buffer.shape[1] >= self.kept(tokens) for buffer in self.buffers):
             return self
-        return replace(self, buffers=tuple(_wider(b, 2 * tokens) for b in self.buffers))
+        room = self.kept(2 * tokens)
+        return replace(self, buffers=tuple(_wider(b, room) for b in self.buffers))
 
 
 def joined(states: list[Any]) -> Any:
@@ -103,7 +106,7 @@ def joined(states: list[Any]) -> Any:
         cut = [[buffer[:, :room] for buffer in parts] for parts in zip(*buffers, strict=True)]
         lengths_B = torch.cat([cache.lengths_B for cache in states])
         joint = tuple(torch.cat(parts) for parts in cut)
-        return TokenCache(joint, lengths_B, longest, even)
+        return TokenCache(joint, lengths_B, longest, even, first.window)
     if is_dataclass(first):
         named = {f.name: joined([getattr(s, f.name) for s in states]) for f in fields(first)}
         return type(first)(**named)

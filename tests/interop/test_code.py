@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "nulls": ("AEME", {"moe.score": "softmax", "moe.null_rho": 0.5, "moe.shared_gate": True}),
-    "plain": ("AF", {"logit_softcap": 30.0}),
+    "plain": ("AF", {"logit_softcap": 30.0, "attention.window": 7}),
     "sparse": ("AMAF", {**LATENT, "attention.sparse": dataclasses.replace(SPARSE, share=2)}),
     "memories": (
         "AEMR",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,21 @@ def test_the_estimate_is_what_tensors_with_values_take(name: str, new: int) -> N
     assert found.working == pytest.approx(real.working, rel=0.05)
 
 
-def test_generation_itself_takes_as_much() -> None:
+@pytest.mark.parametrize("window", [0, 16, 40])
+@pytest.mark.parametrize("pattern", ["AEMR", "A"])
+def test_generation_itself_takes_as_much(pattern: str, window: int) -> None:
     """`generate` from prompt to last token, its caches growing on the way."""
-    model = HybridLM(tiny().model).eval()
+    base = tiny().model
+    attention = replace(base.attention, window=window)
+    config = replace(base, pattern=pattern, attention=attention, vocab_size=64)
+    model = HybridLM(config).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02)
     args = GenerationArgs(prompts=3, prompt_tokens=10, new_tokens=40)
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     with LiveBytes() as live:
         generate(model, [[5] * 10] * 3, 40, GREEDY)
-    found = generation_memory(tiny().model, args, gpu=False)
+    found = generation_memory(config, args, gpu=False)
     assert found.weights == weights
     # Between the step of the last growth and the last step stands the choice of tokens.
     assert found.cache + found.working == pytest.approx(live.peak, rel=0.02)
@@ -57,6 +63,13 @@ def test_when_a_cache_grows_last() -> None:
         if cache.buffers[0].shape[1] > room:
             grown.append(tokens)
     assert grown == [10, 22]
+    assert [last_growth(10, 40, window) for window in (5, 10, 16, 30, 60)] == [
+        None,
+        None,
+        10,
+        22,
+        46,
+    ]
 
 
 def said(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> dict[str, Any]:

@@ -95,6 +95,19 @@ def test_a_cache_grows_by_doubling_and_is_written_in_place() -> None:
     assert cache.lengths_B.tolist() == [40, 40]
 
 
+@pytest.mark.parametrize("tokens", [3, 5, 23])
+def test_a_window_bounds_the_cache(tokens: int) -> None:
+    model = model_of(small("AF", attention=dataclasses.replace(small().attention, window=5)))
+    ids_BT = torch.randint(3, 50, (2, tokens), generator=GENERATOR.manual_seed(tokens))
+    with torch.no_grad():
+        states = [model.prefill(ids_BT)[1], model.init_state(2, torch.device("cpu"), torch.float64)]
+        for state in states:
+            for ids_B in ids_BT.unbind(1):
+                _, state = model.step(ids_B, state)
+            assert {buffer.shape[1] for buffer in state[0].buffers} == {min(5, 2 * tokens)}
+            assert state[0].parts_BS[0].shape[1] == min(5, state[0].longest)
+
+
 def test_last_inputs_have_zeros_in_front_of_a_short_prompt() -> None:
     x_BTC = torch.arange(6.0).view(1, 3, 2)
     assert last_inputs(x_BTC, 2).tolist() == [[[2.0, 4.0], [3.0, 5.0]]]

@@ -197,14 +197,15 @@ class GroupedQueryAttention(nn.Module):
         """Return an empty cache of rotated keys and values of `batch_size` rows."""
         shape = (batch_size, 0, self.config.attention.num_kv_heads, self.head_dim)
         empty = torch.empty(shape, device=device, dtype=dtype)
-        return TokenCache.empty(empty, empty)
+        return TokenCache.empty(empty, empty, window=self.config.attention.window)
 
     def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, TokenCache]:
         """Return the output `[B, T, D]` of rows of one document each, and the cache behind them."""
         table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
         q_BTNH, k_BTKH, v_BTKH = self._qkv(x_BTD, table_BTP2)
-        o_BTNH = self.inner(q_BTNH, k_BTKH, v_BTKH, docs.within(self.config.attention.window))
-        return self._out(o_BTNH, x_BTD), TokenCache.filled(k_BTKH, v_BTKH)
+        window = self.config.attention.window
+        o_BTNH = self.inner(q_BTNH, k_BTKH, v_BTKH, docs.within(window))
+        return self._out(o_BTNH, x_BTD), TokenCache.filled(k_BTKH, v_BTKH, window=window)
 
     def step(
         self, x_BD: Tensor, state: TokenCache, chosen: Tensor | None = None
@@ -221,8 +222,7 @@ class GroupedQueryAttention(nn.Module):
         q_B1NH, k_B1KH, v_B1KH = self._qkv(x_BD[:, None], table_B1P2)
         state = state.append(k_B1KH, v_B1KH)
         keys, values = state.parts_BS
-        mask_BS = state.within(attention.window)
-        o_B1NH = self.inner.decode(q_B1NH, keys, values, mask_BS, chosen).to(q_B1NH.dtype)
+        o_B1NH = self.inner.decode(q_B1NH, keys, values, state.mask_BS, chosen).to(q_B1NH.dtype)
         return self._out(o_B1NH, x_BD[:, None])[:, 0], state
 
     def init_rules(self) -> dict[str, Rule]:
