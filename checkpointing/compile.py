@@ -154,7 +154,7 @@ class Graphs:
             name: name of the graph in messages.
         """
         # Under tensor parallelism every module has a class of its own.
-        key = budget, tuple(type(m) for m in module.modules())
+        key = budget, name, tuple(type(m) for m in module.modules())
         if key not in self._made:
             compiler = Compiler(self.backend, budget, self.halves, name, self.say)
             self._made[key] = self.make(compiler, function)
@@ -331,7 +331,7 @@ def attention_inputs(mixer: Attention, docs: Documents, x_BTD: Tensor) -> Docume
         x_BTD: input, for its dtype.
     """
     latent = isinstance(mixer, MultiHeadLatentAttention)
-    dim, config = mixer.rope_dim if latent else mixer.head_dim, mixer.config.attention
+    dim, config = mixer.rope_dim if latent else mixer.head_dim, mixer.attention
     backend, dtype, docs = mixer.inner.kernels.attention, x_BTD.dtype, docs.within(config.window)
     of_queries = autocast_dtype(x_BTD) or dtype
 

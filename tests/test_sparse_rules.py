@@ -116,6 +116,30 @@ def test_the_header_says_who_chooses(arguments: str, size: int, lines: list[str]
     assert resolved.provenance["model.attention.sparse.own"] == "default"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("full_layers 1", "full_layers=1: names blocks without the window"),
+        (
+            "full_layers 1 --model.attention.kind mla --model.attention.qk_norm false",
+            "full_layers=1: belongs to grouped-query",
+        ),
+        ("window 8 --model.attention.full_layers 5", "full_layers=5: the model has 3 A blocks"),
+        ("window 8 --model.attention.full_layers every:0", "full_layers=every:0: ranks of A"),
+    ],
+)
+def test_blocks_without_the_window_are_named(words: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.attention\.{said}.* Fix: "):
+        parse_run(f"tiny --model.attention.{words}".split(), 1)
+
+
+def test_clipping_knows_one_temperature() -> None:
+    words = "tiny --model.attention.qk_norm false --optim.qk_clip 50 --model.attention.window 8"
+    words += " --model.attention.full_layers every:2 --model.attention.yarn.factor 4"
+    with pytest.raises(ConfigError, match=r"^optim.qk_clip=50.0: knows one temperature.* Fix: "):
+        parse_run(words.split(), 1)
+
+
 def test_what_knows_no_window_is_refused() -> None:
     rule = r"^model\.attention\.sparse\.layers=1,2: knows no window .* Fix: use --"
     with pytest.raises(ConfigError, match=rule):

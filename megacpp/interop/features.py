@@ -93,10 +93,9 @@ def _sparse(model: ModelConfig) -> str:
     if model.attention.sparse.stage == "dense" or "A" not in mixes(model):
         return "none"
     kinds = [kind for kind in layer_kinds(model) if kind[0] == "A"]
-    if all(kind == "A" for kind in kinds):
-        return "none"
-    if "A" in kinds:
-        return "some layers"
+    sparse = [kind for kind in kinds if kind.startswith("A.")]
+    if len(sparse) < len(kinds):
+        return "some layers" if sparse else "none"
     return "each layer" if set(kinds) == {"A.index"} else "choices shared"
 
 
@@ -104,6 +103,12 @@ def _head_norms(model: ModelConfig) -> str:
     if not model.attention.qk_norm or model.attention.kind == "mla":
         return "no"
     return "wide" if model.attention.qk_norm_wide else "yes"
+
+
+def _window(model: ModelConfig) -> str:
+    if not model.attention.window:
+        return "no"
+    return "some layers" if any("+full" in kind for kind in layer_kinds(model)) else "yes"
 
 
 def _yes(test: Callable[[ModelConfig], bool]) -> Callable[[ModelConfig], str]:
@@ -169,8 +174,12 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "window": Feature(
         "model.attention.window",
-        _yes(lambda model: model.attention.window > 0),
-        {"no": "model.attention.window=0"},
+        _window,
+        {
+            "no": "model.attention.window=0",
+            "yes": "model.attention.full_layers=''",
+            "some layers": "model.attention.window=4096 and model.attention.full_layers=every:4",
+        },
     ),
     "norms behind mixers": Feature(
         "model.post_norm", _yes(attrgetter("post_norm")), _switch("model.post_norm")

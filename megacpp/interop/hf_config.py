@@ -17,6 +17,7 @@ from megacpp.errors import CheckpointError, ConfigError, did_you_mean
 from megacpp.interop.classes import class_named, to_config
 from megacpp.interop.hf_class import HFClass
 from megacpp.interop.keys import Values, WrongKeyError, needed
+from megacpp.interop.layer_types import BY_LAYER, SLIDING
 from megacpp.interop.table import CLASSES
 
 OURS = "megacpp"  # key of config.json with our own settings
@@ -100,6 +101,7 @@ def _check_fixed(one: HFClass, values: Values) -> None:
             raise WrongKeyError(key, value, f"must be {json.dumps(legal)}")
     types = set(values.get("layer_types") or ())
     legal_types = {"full_attention", "linear_attention", "indexed_attention"}
+    legal_types |= {SLIDING} if BY_LAYER[-1] in one.rules else set()
     if other := sorted(types - legal_types):
         raise WrongKeyError("layer_types", other[0], "must be full_attention")
 

@@ -147,7 +147,7 @@ TYPED = KeyRule(
 TURNS = {"pairs": ("beta_fast", "beta_slow"), "turns": ("high_freq_factor", "low_freq_factor")}
 
 
-def _rope(model: ModelConfig) -> dict[str, Any]:
+def to_rope(model: ModelConfig) -> dict[str, Any]:
     """Return the rotary keys as transformers 5 and 4 spell them."""
     a, yarn = model.attention, model.attention.yarn
     scaling: dict[str, Any] | None = None
@@ -174,7 +174,12 @@ def _rope(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _from_rope(values: Values) -> dict[str, Any]:
+def from_rope(values: Values) -> dict[str, Any]:
+    """Return the settings of rotary keys.
+
+    Raises:
+        WrongKeyError: frequencies that no setting stretches in the same way.
+    """
     # Version 4's key wins, as in transformers.
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -252,7 +257,7 @@ BASE = KeyRule(
     lambda model: {"tie_word_embeddings": model.tie_embeddings},
     lambda values: {"tie_embeddings": bool(values.get("tie_word_embeddings"))},
 )
-COMMON = (
+SIZES = (
     same(
         vocab_size="vocab_size",
         hidden_size="dim",
@@ -261,8 +266,8 @@ COMMON = (
         max_position_embeddings="attention.max_seq_len",
     ),
     BASE,
-    KeyRule(_rope, _from_rope),
 )
+COMMON = (*SIZES, KeyRule(to_rope, from_rope))
 GQA = KeyRule(
     lambda model: {
         "num_key_value_heads": model.attention.num_kv_heads,

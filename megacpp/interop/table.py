@@ -8,6 +8,7 @@ from __future__ import annotations
 from megacpp.interop import keys
 from megacpp.interop.hf_class import Change, HFClass
 from megacpp.interop.keys import COMMON, DENSE
+from megacpp.interop.layer_types import BY_LAYER
 from megacpp.interop.rewrites import (
     EMPTY,
     FOLDED,
@@ -44,6 +45,9 @@ PLAIN = {
     "activation of F": ("none", "swiglu"),
 }
 DENSE_ONLY = {**PLAIN, "feed-forward": ("F alone",), "router": ("none",)}
+LLAMA = {**DENSE_ONLY, "qk_norm": ("no",), "heads divide the width": ("yes",)}
+OLMO = {**DENSE_ONLY, "qk_norm": ("wide",), "norms behind mixers": ("yes",)}
+OLMO_IMPLIED = {"attention.qk_norm": True, "attention.qk_norm_wide": True, "post_norm": True}
 LATENT = {
     **NEVER,
     "attention": ("mla",),
@@ -86,7 +90,7 @@ CLASSES = (
     HFClass(
         "LlamaForCausalLM",
         "llama",
-        {**DENSE_ONLY, "qk_norm": ("no",), "heads divide the width": ("yes",)},
+        LLAMA,
         (*COMMON, keys.GQA, DENSE, keys.alike("AF")),
         {**BASIC, "mlp_bias": False},
         {**DEFAULTS, "mlp_bias": False},
@@ -94,12 +98,7 @@ CLASSES = (
     HFClass(
         "ArceeForCausalLM",
         "arcee",
-        {
-            **DENSE_ONLY,
-            "qk_norm": ("no",),
-            "activation of F": ("relu2",),
-            "heads divide the width": ("yes",),
-        },
+        {**LLAMA, "activation of F": ("relu2",)},
         (*COMMON, keys.GQA, DENSE, keys.alike("AF")),
         {**BASIC, "mlp_bias": False, "hidden_act": "relu2"},
         {**DEFAULTS, "mlp_bias": False, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
@@ -117,12 +116,7 @@ CLASSES = (
     HFClass(
         "Qwen2ForCausalLM",
         "qwen2",
-        {
-            **DENSE_ONLY,
-            "qk_norm": ("no",),
-            "qkv_bias": ("yes",),
-            "heads divide the width": ("yes",),
-        },
+        {**LLAMA, "qkv_bias": ("yes",)},
         (*COMMON, keys.GQA, DENSE, keys.alike("AF")),
         {"hidden_act": "silu", "use_sliding_window": False},
         {**DEFAULTS, "use_sliding_window": False},
@@ -131,11 +125,20 @@ CLASSES = (
     HFClass(
         "Olmo2ForCausalLM",
         "olmo2",
-        {**DENSE_ONLY, "qk_norm": ("wide",), "norms behind mixers": ("yes",)},
+        OLMO,
         (*COMMON, keys.GQA, DENSE, keys.alike("AF")),
         BASIC,
         {**DEFAULTS, "rms_norm_eps": 1e-5},
-        {"attention.qk_norm": True, "attention.qk_norm_wide": True, "post_norm": True},
+        OLMO_IMPLIED,
+    ),
+    HFClass(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        {**OLMO, "window": ("some layers",)},
+        (*BY_LAYER, keys.GQA, DENSE, keys.alike("AF")),
+        BASIC,
+        {**DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+        OLMO_IMPLIED,
     ),
     HFClass(
         "OlmoeForCausalLM",

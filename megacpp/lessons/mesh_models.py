@@ -45,8 +45,8 @@ def models() -> dict[str, ModelConfig]:
         "bias": replace(
             options["gqa_bias"],
             vocab_size=plain.vocab_size,
-            pattern="AE",
-            depth=2,
+            pattern="AAE",
+            depth=3,
             attention=replace(
                 options["gqa_bias"].attention, num_kv_heads=plain.attention.num_kv_heads
             ),

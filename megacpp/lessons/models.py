@@ -81,6 +81,8 @@ def variants() -> dict[str, ModelConfig]:
         "gqa_sparse": replace(base, attention=replace(base.attention, sparse=SPARSE)),
         "gqa_bias": replace(
             base,
+            pattern="AAMERF",
+            depth=6,
             post_norm=True,
             attention=replace(
                 base.attention,
@@ -88,6 +90,7 @@ def variants() -> dict[str, ModelConfig]:
                 qkv_bias=True,
                 output_gate=True,
                 window=5,
+                full_layers="1",
                 rope_fraction=0.5,
                 max_seq_len=64,
                 yarn=YarnConfig(4, 8.0, beta_fast=4, beta_slow=1, mscale=0.0, ramp="turns"),

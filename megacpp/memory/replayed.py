@@ -13,7 +13,7 @@ from megacpp.blocks.hyper_connections.groups import places_in_groups
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config
 from megacpp.model.flops import ahead_flops, block_flops, connection_flops
-from megacpp.model.pattern import layer_kinds
+from megacpp.model.pattern import layer_kinds, layer_model
 from megacpp.model.regions import BLOCK, layer_regions
 
 
@@ -27,7 +27,7 @@ def replayed_flops_per_token(config: Config) -> float:
     for kind, pieces, group in layers:
         if group is not None:
             total += read if group.closes else read + mix
-        letter = kind[0]
+        letter, own = kind[0], layer_model(model, kind)
         total += 2.0 * KINDS[letter].replayed(config)
         if pieces >= BLOCK:
             total += block_flops(kind, model, config.data.seq_len)
@@ -38,8 +38,7 @@ def replayed_flops_per_token(config: Config) -> float:
         else:
             ran = pieces if "+engram" in kind else pieces - {"engram"}
             total += 2.0 * sum(
-                KINDS[letter].region_multiply_adds(piece, model, config.data.seq_len)
-                for piece in ran
+                KINDS[letter].region_multiply_adds(piece, own, config.data.seq_len) for piece in ran
             )
             if "engram" in ran:
                 total += 2.0 * (model.mhc.streams + 1) * model.dim * memory_width(model)

@@ -12,7 +12,7 @@ from megacpp.blocks.engram.sizes import memory_width
 from megacpp.blocks.kinds import KINDS
 from megacpp.blocks.mtp.plan import block_model
 from megacpp.config.schema import ModelConfig
-from megacpp.model.pattern import layer_kinds
+from megacpp.model.pattern import layer_kinds, layer_model
 from megacpp.model.sizes import ngram_width
 
 
@@ -41,7 +41,7 @@ def ahead_flops(config: ModelConfig, seq_len: int) -> float:
 
 def block_flops(kind: str, config: ModelConfig, seq_len: int) -> float:
     """Forward FLOPs of one token in one block of a kind (`layer_kinds`)."""
-    own = KINDS[kind[0]].multiply_adds(config, seq_len)
+    own = KINDS[kind[0]].multiply_adds(layer_model(config, kind), seq_len)
     memory = _engram(config) if "+engram" in kind else 0.0
     chosen = indexer_flops(config, seq_len) if "A.index" in kind else 0.0
     return 2.0 * (own + memory) + chosen

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megacpp.blocks.attention.config import layer_settings
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import ModelConfig
 from megacpp.errors import ConfigError, config_error
@@ -51,7 +52,8 @@ def layer_kinds(model: ModelConfig) -> list[str]:
 
     Layers of one kind have the same parameters and run the same code:
 
-        A            attention to all keys
+        A            attention to all keys, or to those of the window
+        A+full       to all keys, where others have a window
         A.index      to those that an indexer of its own chooses
         A.share      to those that the last A.index before it chose
         ...+engram   with an n-gram memory in front
@@ -61,7 +63,9 @@ def layer_kinds(model: ModelConfig) -> list[str]:
     """
     kinds = list(block_letters(model.pattern, model.depth))
     places = [i for i, letter in enumerate(kinds) if letter == "A"]
-    sparse = model.attention.sparse
+    sparse, full = model.attention.sparse, model.attention.full_layers
+    for rank in named_ranks("model.attention.full_layers", full, len(places)):
+        kinds[places[rank]] += "+full"
     chosen = named_ranks("model.attention.sparse.layers", sparse.layers, len(places))
     own = named_ranks("model.attention.sparse.own", sparse.own, len(places))
     for number, rank in enumerate(chosen):
@@ -132,7 +136,7 @@ def with_kinds(model: ModelConfig, kinds: Sequence[str]) -> ModelConfig:
         model,
         depth=len(kinds),
         pattern="".join(kind[0] for kind in kinds),
-        attention=replace(model.attention, sparse=sparse),
+        attention=replace(model.attention, sparse=sparse, full_layers=ranks("+full")),
         engram=replace(
             model.engram, layers=ranks("+engram"), table_size=_first_table(model, kinds)
         ),
@@ -149,19 +153,27 @@ def _first_table(model: ModelConfig, kinds: Sequence[str]) -> int:
     return primes_from(e.table_size, max(0, fewer) * e.heads * (e.max_order - 1) + 1)[-1]
 
 
+def layer_model(model: ModelConfig, kind: str) -> ModelConfig:
+    """Return the model's settings as a layer of a kind reads them."""
+    return replace(model, attention=layer_settings(model.attention, kind))
+
+
 def named_ranks(key: str, text: str, count: int) -> list[int]:
-    """Ranks of A blocks as a setting names them, in order: `""`, `"all"` or `"1,2,3"`.
+    """Ranks of A blocks as a setting names them, in order: `""`, `"all"`, `"every:4"`, `"1,2,3"`.
 
     Raises:
         ConfigError: no number, or no such A block.
     """
     if text.strip() == "all":
         return list(range(count))
+    every = text.strip().removeprefix("every:")
+    if every != text.strip() and every.isdecimal() and int(every):
+        return list(range(int(every) - 1, count, int(every)))
     try:
         found = sorted({int(part) for part in text.split(",") if part.strip()})
     except ValueError:
         raise config_error(
-            key, text, "ranks of A blocks are numbers", "write 0,2,3 or all"
+            key, text, "ranks of A blocks are numbers", "write 0,2,3 or every:4 or all"
         ) from None
     if found and not 0 <= found[0] <= found[-1] < count:
         raise config_error(

@@ -27,6 +27,7 @@ from megacpp.memory.forms.traced import TracedPart, request_of
 from megacpp.memory.forms.weights import LEFT_ALONE, Weight, weights
 from megacpp.memory.traffic import carried, gathers_again, traffic
 from megacpp.model.flops import ahead_flops, block_flops, train_flops_per_token
+from megacpp.model.pattern import layer_model
 from megacpp.model.regions import BLOCK, Region, layer_regions, regions_of
 from megacpp.model.stages import as_scheduled, microbatches_through, stage_parts
 from megacpp.speed.collectives import AxisSpread, spread
@@ -304,7 +305,8 @@ class _Maker:
             again = forward
         else:
             per_token = 2.0 * sum(
-                KINDS[kind[0]].region_multiply_adds(p, model, own.row) for p in pieces
+                KINDS[kind[0]].region_multiply_adds(p, layer_model(model, kind), own.row)
+                for p in pieces
             )
             again = [self._equal(per_token)] if per_token else []
         sent = self.sent.get(kind, ())
@@ -355,7 +357,7 @@ class _Maker:
         if not mixed or kind[0] in "EF":
             return [], []
         if kind[0] == "A":
-            a = model.attention
+            a = layer_model(model, kind).attention
             wide = 2 * a.head_dim if a.kind == "gqa" else (
                 a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim
             )  # fmt: skip

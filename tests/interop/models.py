@@ -42,6 +42,28 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_yarn": ("Qwen3", "AFAF", {**WIDE, "attention.yarn": YARN}),
     "qwen3_heads": ("Qwen3", "AFAF", {"attention.num_heads": 6}),
     "olmo2": ("Olmo2", "AFAF", {"attention.qk_norm_wide": True, "post_norm": True}),
+    "olmo3": (
+        "Olmo3",
+        "AFAFAFAF",
+        {
+            "attention.qk_norm_wide": True,
+            "post_norm": True,
+            "attention.window": 17,
+            "attention.full_layers": "every:4",
+        },
+    ),
+    "olmo3_yarn": (
+        "Olmo3",
+        "AFAFAF",
+        {
+            **WIDE,
+            "attention.qk_norm_wide": True,
+            "post_norm": True,
+            "attention.window": 9,
+            "attention.full_layers": "0,2",
+            "attention.yarn": YARN,
+        },
+    ),
     "olmoe": (
         "Olmoe",
         "AEAE",

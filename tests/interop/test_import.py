@@ -15,6 +15,8 @@ from megacpp.errors import ConfigError
 from megacpp.interop.compare import WITHIN, load_model, our_logits
 from megacpp.interop.hf_class import HFClass
 from megacpp.interop.hf_config import read_hf_config
+from megacpp.interop.keys import FULL
+from megacpp.interop.layer_types import SLIDING
 from megacpp.interop.places import locate, read_model
 from megacpp.interop.table import CLASSES
 from tests.interop.models import final_folder
@@ -74,6 +76,17 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_tied": ("Qwen3", {**COMMON, "tie_word_embeddings": True, "head_dim": 16}, {}),
     "qwen3_sharded": ("Qwen3", {**COMMON, "head_dim": 16}, {"max_shard_size": "20KB"}),
     "olmo2": ("Olmo2", COMMON, {}),
+    "olmo3": ("Olmo3", {**COMMON, "num_hidden_layers": 5, "sliding_window": 9}, {}),
+    "olmo3_yarn": (
+        "Olmo3",
+        {
+            **COMMON,
+            "sliding_window": 9,
+            "layer_types": [FULL, SLIDING, FULL],
+            "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
+        },
+        {},
+    ),
     "olmoe": ("Olmoe", {**COMMON, "num_experts": 6, "num_experts_per_tok": 2}, {}),
     "mixtral": ("Mixtral", {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}, {}),
     "qwen3_moe": ("Qwen3Moe", QWEN_MOE, {}),
@@ -263,6 +276,7 @@ GLM = {
     **{**LLAMA, **ROUTED, "model_type": "glm4_moe"},
     "n_routed_experts": 8,
 }
+OLMO = {**LLAMA, "model_type": "olmo3", "layer_types": [SLIDING, FULL, SLIDING]}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope": ({"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "rope_type=dynamic"),
     "turns": ({"rope_scaling": {**LLAMA3, "high_freq_factor": 2.5}}, "high_freq_factor=2.5"),
@@ -284,6 +298,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 3},
         "layer_types=sliding_attention",
     ),
+    "theta of windows": ({**OLMO, "rope_theta": 1e6}, "rope_theta=500000.0"),
+    "scaled windows": ({**OLMO, "rope_parameters": {SLIDING: YARN}}, "rope_type=yarn"),
     "partial": ({**GLM, "rope_scaling": YARN}, "partial_rotary_factor=0.5"),
     "mscale": (
         {
@@ -326,7 +342,7 @@ def test_defaults_are_those_of_transformers(one: HFClass, tmp_path: Path) -> Non
     """Keys that config.json leaves out: a wrong value would load clean."""
     (tmp_path / "config.json").write_text(json.dumps({**COMMON, "model_type": one.model_type}))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    rope, seen = theirs.rope_parameters, set()
+    rope, seen = theirs.rope_parameters.get(FULL, theirs.rope_parameters), set()
     for key, value in one.defaults.items():
         found = rope[key] if key in rope else getattr(theirs, key, "no such key")
         if found != "no such key":

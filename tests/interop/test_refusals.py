@@ -79,6 +79,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "model.attention.window=8",
         "--model.attention.window 0",
     ),
+    "window in each layer": (
+        "AF",
+        {"attention.qk_norm_wide": True, "post_norm": True, "attention.window": 8},
+        "model.attention.window=8",
+        "--model.attention.window 0",
+    ),
     "norms on both sides of the classes": (
         "AE",
         {"post_norm": True},

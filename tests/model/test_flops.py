@@ -118,6 +118,13 @@ def test_a_window_is_counted_as_wide_as_it_is() -> None:
     narrow = dataclasses.replace(base, attention=dataclasses.replace(base.attention, window=8))
     fewer = block_flops("A", base, 64) - block_flops("A", narrow, 64)
     assert fewer == 2 * 2 * (64 - 8) * base.attention.num_heads * base.attention.head_dim
+    some = dataclasses.replace(narrow.attention, full_layers="every:2")
+    some = dataclasses.replace(narrow, attention=some, pattern="AF", depth=8)
+    all_keys, none = (
+        forward_flops_per_token(dataclasses.replace(m, pattern="AF", depth=8), 64)
+        for m in (base, narrow)
+    )
+    assert forward_flops_per_token(some, 64) == (all_keys + none) / 2
 
 
 @pytest.mark.parametrize("shared", [True, False])

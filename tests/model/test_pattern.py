@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megacpp.config.presets import NAM_PATTERN
+from megacpp.config.schema import ModelConfig
 from megacpp.errors import ConfigError
-from megacpp.model.pattern import LETTERS, block_letters, expand_pattern, letter_counts
+from megacpp.model.pattern import (
+    LETTERS,
+    block_letters,
+    expand_pattern,
+    layer_kinds,
+    letter_counts,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +52,14 @@ def test_cuts_make_stages_and_change_no_letter() -> None:
     assert expand_pattern("AE|M|EAEM", 7) == ("AE", "M", "EAEM")
     assert block_letters("AE|M|EAEM", 7) == "AEMEAEM"
     assert letter_counts("AE|M|EAEM", 7) == letter_counts("AEMEAEM", 7)
+
+
+def test_layers_without_the_window_have_a_kind_of_their_own() -> None:
+    model = dataclasses.replace(ModelConfig(), pattern="AF", depth=12)
+    for ranks, full in (("", []), ("every:4", [3]), ("1, 5", [1, 5]), ("all", list(range(6)))):
+        attention = dataclasses.replace(model.attention, window=8, full_layers=ranks)
+        kinds = layer_kinds(dataclasses.replace(model, attention=attention))
+        assert [rank for rank, kind in enumerate(kinds[::2]) if kind == "A+full"] == full
 
 
 def test_letters_that_do_not_occur_are_not_counted() -> None:

@@ -36,6 +36,7 @@ def checks(config: Config) -> Iterator[ConfigError]:
         gqa_only = {"qk_norm": a.qk_norm, "softcap": a.softcap, "qkv_bias": a.qkv_bias}
         gqa_only |= {"rope_fraction": a.rope_fraction < 1, "qk_norm_wide": a.qk_norm_wide}
         gqa_only |= {"output_gate": a.output_gate, "window": a.window}
+        gqa_only |= {"full_layers": a.full_layers}
         for name in (name for name, value in gqa_only.items() if value):
             yield config_error(
                 f"model.attention.{name}",
@@ -58,6 +59,21 @@ def checks(config: Config) -> Iterator[ConfigError]:
             a.sparse.layers,
             f"knows no window (model.attention.window={a.window})",
             "use model.attention.sparse.layers='', or model.attention.window=0",
+        )
+    if a.full_layers and not a.window:
+        yield config_error(
+            "model.attention.full_layers",
+            a.full_layers,
+            "names blocks without the window that others have, and model.attention.window=0",
+            "use model.attention.window=4096, or model.attention.full_layers=''",
+        )
+    if a.full_layers and yarn is not None and config.optim.qk_clip:
+        yield config_error(
+            "optim.qk_clip",
+            config.optim.qk_clip,
+            "knows one temperature, and yarn stretches the blocks of model.attention.full_layers"
+            f"={a.full_layers} alone",
+            "use optim.qk_clip=0, or model.attention.full_layers=''",
         )
     if a.qk_norm_wide and not a.qk_norm:
         yield config_error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,7 +35,7 @@ class SparseAttentionConfig:
     """DSA: queries of some A blocks attend to the keys that an indexer chooses (2512.02556)."""
 
     layers: str = setting(
-        "", 'Sparse A blocks by their rank among A blocks: "1,2,3" or "all" (empty: none).'
+        "", 'Sparse A blocks by rank among A blocks: "1,2,3", "every:2" or "all" (empty: none).'
     )
     top_k: int = setting(256, "Keys that a query attends to.", "keys", at_least=1, at_most=WIDEST)
     num_heads: int = setting(8, "Heads of the indexer.", "heads", at_least=1, at_most=MANY)
@@ -77,6 +78,10 @@ class AttentionConfig:
         at_least=0,
         at_most=WIDEST,
     )
+    full_layers: str = setting(
+        "",
+        'A blocks without the window, by rank: "3,7", "every:4" or "all"; yarn is theirs alone.',
+    )
     output_gate: bool = setting(
         False, "Multiply what heads of gqa return by the sigmoid of a projection."
     )
@@ -109,3 +114,17 @@ class AttentionConfig:
         4096, "Longest row; YaRN applies beyond yarn.original_seq_len.", "tokens", at_least=1
     )
     sparse: SparseAttentionConfig = field(default_factory=SparseAttentionConfig)
+
+
+def layer_settings(attention: AttentionConfig, kind: str) -> AttentionConfig:
+    """Return the settings of a layer: a full one has no window, and others then have no YaRN.
+
+    Args:
+        attention: of the model.
+        kind: of the layer (`layer_kinds`).
+    """
+    if not attention.full_layers:
+        return attention
+    own = copy.copy(attention)  # `replace` takes dataclasses, which exported folders have none of
+    vars(own).update({"window": 0} if "+full" in kind else {"yarn": None})
+    return own

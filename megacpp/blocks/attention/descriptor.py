@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> nn.Module:
-    """Return the mixer of a layer `A`, `A.index` or `A.share`."""
+    """Return the mixer of a layer `A`, `A+full`, `A.index` or `A.share`."""
     mla = is_mla(model)
     if kind.startswith("A."):
         from megacpp.blocks.attention.sparse import (
@@ -46,7 +46,7 @@ def build(kind: str, model: ModelConfig, layer: int) -> nn.Module:
         return MultiHeadLatentAttention(model)
     from megacpp.blocks.attention.gqa import GroupedQueryAttention
 
-    return GroupedQueryAttention(model)
+    return GroupedQueryAttention(model, kind)
 
 
 def is_mla(model: ModelConfig) -> bool:

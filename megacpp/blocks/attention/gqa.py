@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.blocks.attention.checks import check_heads
+from megacpp.blocks.attention.config import layer_settings
 from megacpp.blocks.attention.logits import LogitRecorder
 from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate, softmax_scale
 from megacpp.config.schema import ModelConfig
@@ -163,9 +164,9 @@ class GroupedQueryAttention(nn.Module):
 
     recompute: Recompute = PLAIN
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kind: str = "A") -> None:
         super().__init__()
-        attention = config.attention
+        self.attention = attention = layer_settings(config.attention, kind)
         check_heads(attention)
         self.config, self.head_dim = config, attention.head_dim
         query_dim = attention.num_heads * attention.head_dim
@@ -187,9 +188,9 @@ class GroupedQueryAttention(nn.Module):
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """Return the output `[B, T, D]`; positions restart at every document."""
         docs = docs or Documents.rows(x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
-        table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
-        if self.config.attention.window:
-            docs = docs.within(self.config.attention.window)
+        table_BTP2 = rotary_table(docs, self.head_dim, self.attention, x_BTD.dtype)
+        if self.attention.window:
+            docs = docs.within(self.attention.window)
         o_BTNH = self.inner(*self._qkv(x_BTD, table_BTP2), docs)
         return self._out(o_BTNH, x_BTD)
 
@@ -197,13 +198,13 @@ class GroupedQueryAttention(nn.Module):
         """Return an empty cache of rotated keys and values of `batch_size` rows."""
         shape = (batch_size, 0, self.config.attention.num_kv_heads, self.head_dim)
         empty = torch.empty(shape, device=device, dtype=dtype)
-        return TokenCache.empty(empty, empty, window=self.config.attention.window)
+        return TokenCache.empty(empty, empty, window=self.attention.window)
 
     def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, TokenCache]:
         """Return the output `[B, T, D]` of rows of one document each, and the cache behind them."""
-        table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
+        table_BTP2 = rotary_table(docs, self.head_dim, self.attention, x_BTD.dtype)
         q_BTNH, k_BTKH, v_BTKH = self._qkv(x_BTD, table_BTP2)
-        window = self.config.attention.window
+        window = self.attention.window
         o_BTNH = self.inner(q_BTNH, k_BTKH, v_BTKH, docs.within(window))
         return self._out(o_BTNH, x_BTD), TokenCache.filled(k_BTKH, v_BTKH, window=window)
 
@@ -217,8 +218,7 @@ class GroupedQueryAttention(nn.Module):
             state: keys and values of the tokens before it.
             chosen: `[B, 1, C]` positions of the keys that it attends to (-1: none); None: all.
         """
-        attention = self.config.attention
-        table_B1P2 = rotary_table_at(state.positions_B1, self.head_dim, attention, like=x_BD)
+        table_B1P2 = rotary_table_at(state.positions_B1, self.head_dim, self.attention, like=x_BD)
         q_B1NH, k_B1KH, v_B1KH = self._qkv(x_BD[:, None], table_B1P2)
         state = state.append(k_B1KH, v_B1KH)
         keys, values = state.parts_BS

@@ -39,7 +39,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        attention = config.attention
+        self.attention = attention = config.attention
         check_heads(attention)
         self.config = config
         self.latent_dim, self.rope_dim = attention.kv_lora_rank, attention.qk_rope_head_dim

@@ -61,7 +61,8 @@ def rotary_table(docs: Documents, dim: int, config: AttentionConfig, dtype: torc
         positions_BT = docs.positions_BT[:1] if docs.whole else docs.positions_BT
         return _table(positions_BT, dim, config, dtype)
 
-    return docs.memo(("rotary", dim, config, dtype), make)
+    turns = config.rope_theta, config.rope_fraction, _active_yarn(config)
+    return docs.memo(("rotary", dim, *turns, dtype), make)
 
 
 def rotary_table_at(

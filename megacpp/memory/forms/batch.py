@@ -33,16 +33,17 @@ def mask_bytes(own: LocalShapes, kinds: Collection[str], saved: bool = False) ->
         found += rows * here * min(a.sparse.top_k, row) * 4 * _choices(own, kinds)
         heads = mesh.cp > 1 and mesh.cp_attention == "heads"
         queries = row if heads else here
-        attends = any(masked(kind, own.warms_up) for kind in kinds)
-        if attends and own.attends_by == "flex":
-            found += rows * (queries + (row if queries < row else 0)) * 8  # documents and places
-            found += rows * 4 * 4 * -(-queries // 128) * -(-row // 128)  # tables of blocks
-        elif attends and own.masked and not (mesh.cp > 1 and mesh.cp_attention == "ring"):
-            found += (
-                rows * queries * row * ((not saved) + (own.compute if a.softcap is None else saved))
-            )
+        masks = len({"+full" in kind for kind in kinds if masked(kind, own.warms_up)})
+        if own.attends_by == "flex":
+            places = queries + (row if queries < row else 0)  # and documents
+            blocks = -(-queries // 128) * -(-row // 128)
+            found += masks * rows * (places * 8 + 4 * 4 * blocks)
+        elif own.masked and not (mesh.cp > 1 and mesh.cp_attention == "ring"):
+            each = (not saved) + (own.compute if a.softcap is None else saved)
+            found += masks * rows * queries * row * each
         rotated = a.qk_rope_head_dim if a.kind == "mla" else a.head_dim
-        found += rows * here * rotated * own.wide
+        tables = masks if a.full_layers and a.yarn is not None else 1
+        found += tables * rows * here * rotated * own.wide
     if "M" in letters:
         tokens = row if mesh.cp > 1 and mesh.cp_mamba3 == "heads" else here
         chunk = model.mamba3.chunk_size if config.kernels.mamba3 in ("auto", "torch") else 0

@@ -40,11 +40,12 @@ def layers_of(
     named: list[list[tuple[str, int, TracedPart | None, bool]]] = []
     splits = stages_that_split(config, own.stage)
     for part, split in zip(stages, splits, strict=True):
-        to_make, stage = True, list[tuple[str, int, TracedPart | None, bool]]()
+        made, stage = set[bool](), list[tuple[str, int, TracedPart | None, bool]]()
         for kind in part:
             at = -1 if kind in OUTER else next(number)
-            makes = to_make and (masked(kind, own.warms_up) or kind == "mtp")
-            to_make = to_make and not makes
+            masks = masked(kind, own.warms_up) or kind == "mtp"
+            makes = masks and ("+full" in kind) not in made  # a mask of the window, and one of all
+            made |= {"+full" in kind} if makes else set()
             runs = traced.get(kind) if at < 0 else replace(layers_of_model[at], split=split)
             stage.append((kind, at, runs, makes))
         named.append(stage)

@@ -181,7 +181,8 @@ def _outer_request(own: LocalShapes, chain: tuple[str, ...]) -> BlockRequest:
     sections = {"mhc", *({"ngram"} if "embed" in chain else {"top", "mtp", "tie_embeddings"})}
     sections |= {"attention", "mlp"} if ahead else set()
     sections |= {"logit_softcap", "z_loss"} if "head" in chain else set()
-    given = replace(config.model, attention=replace(config.model.attention, sparse=NO_SPARSE))
+    attention = replace(config.model.attention, sparse=NO_SPARSE, full_layers="")
+    given = replace(config.model, attention=attention)
     words = config.model.vocab_size
     model = ModelConfig(
         dim=given.dim, vocab_size=words, pattern="F", depth=1, **_fields(given, sections)
