@@ -26,7 +26,7 @@ from megacpp.model.fp32 import contract_parameters
 from megacpp.run.sample import generate
 from megacpp.state.export import load_exported
 from megacpp.state.tensors import model_tensors
-from tests.interop.models import LATENT, TURNS, WIDE, built, final_folder
+from tests.interop.models import LATENT, TURNS, WIDE, YARN, built, final_folder
 from tests.model.small import SMALL_ENGRAM, SPARSE, small
 from tests.state.toy import differences
 
@@ -48,7 +48,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "nulls": ("AEME", {"moe.score": "softmax", "moe.null_rho": 0.5, "moe.shared_gate": True}),
-    "plain": ("AF", {"logit_softcap": 30.0, "attention.window": 7}),
+    "plain": (
+        "AFAF",
+        {
+            **WIDE,
+            "logit_softcap": 30.0,
+            "attention.window": 7,
+            "attention.full_layers": "every:2",
+            "attention.yarn": YARN,
+        },
+    ),
     "sparse": ("AMAF", {**LATENT, "attention.sparse": dataclasses.replace(SPARSE, share=2)}),
     "memories": (
         "AEMR",

@@ -30,12 +30,17 @@ DENSE = ["dense_110m", "--model.depth", "2", "--model.dim", "192", "--data.seq-l
 
 AROUND = "--model.top.loss 0.1 --model.ngram.heads 2 --model.ngram.table-size 100000".split()
 PIPELINE = [*HYBRID, *"--model.depth 10 --mesh.pp 2 --train.grad-accum 4".split()]
+WINDOWS = (
+    "--train.device cpu --model.depth 8 --data.seq-len 1024 --model.attention.window 64 "
+    "--model.attention.full-layers every:2 --model.attention.yarn.original-seq-len 256"
+).split()
 ALL_KEPT = ["--recompute.eblock", "none", "--recompute.mblock", "none", "--recompute.no-norms"]
 
 LOOPED = "interleaved", "interleaved_zb", "zbv"  # and what stays between a backward's two walks
 CASES: dict[str, Any] = {  # ranks, flags, and the rank if it isn't the first
     "cpu": (1, ["tiny", "--model.depth", "5", "--model.pattern", "AEMRF", "--train.device", "cpu"]),
     "autocast, tied": (1, [*DENSE, "--model.vocab-size", "8192"]),
+    "masks of two kinds": (1, [*DENSE, *WINDOWS]),
     "tied, gathered twice": (4, [*DENSE, "--mesh.reshard", "always"]),
     "fsdp, each": (4, [*HYBRID, "--train.gradient-sync", "each", "--mesh.dp-replicate", "2"]),
     "tp ep, gathered twice": (
