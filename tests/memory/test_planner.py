@@ -413,7 +413,7 @@ def test_what_is_said_to_fit_does() -> None:
 
     config = small(pattern="AEMR", depth=4)
     config = replace(config, train=replace(config.train, device="cpu"))
-    found = plan(config, 8, 28 << 20, 8 * 8 * SEQ)
+    found = plan(config, 8, 28 << 20, 8 * 8 * SEQ, ("mesh.cp", "mesh.dp_replicate"))
     sure = [c for c in found.candidates if c.estimate.verdict == "fits"]
     tight = max(sure, key=lambda c: c.estimate.upper)
     assert tight.estimate.upper > 0.95 * found.budget_bytes
@@ -447,6 +447,10 @@ POINTS = {  # preset, row: policy and rows of the article's mesh, which are out 
 }
 
 
+# Two plans look at all axes; the others leave out three that none of the best uses.
+NARROW, FEWER = list(POINTS)[1:3], ("mesh.cp", "mesh.pp", "mesh.dp_replicate")
+
+
 @pytest.mark.parametrize(("name", "seq"), POINTS)
 def test_the_articles_operating_points_fit_and_what_is_better(name: str, seq: int) -> None:
     """TP 2, EP 4 on 8 devices of 141 GiB: at 4K without recompute, at 16K with that of experts."""
@@ -458,7 +462,7 @@ def test_the_articles_operating_points_fit_and_what_is_better(name: str, seq: in
     point = next(c for c in at if c.policy.name == policy)
     assert (point.config.train.device_batch_size, point.config.mesh.dp_shard) == (rows, 4)
     assert point.estimate.verdict in ("fits", "at_risk")
-    found = plan(config, 8, budget, 1 << 20)
+    found = plan(config, 8, budget, 1 << 20, FEWER if (name, seq) in NARROW else ())
     best, instead = found.candidates[0], found.instead_of(point)
     mesh = best.config.mesh
     assert (mesh.tp, mesh.ep, mesh.dp_shard, best.estimate.verdict) == (1, 1, 8, "fits")
