@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from parallel.audit import AuditedBoundary, _digest
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from tests.parallel.parity import Run, batches_of, config_of, gradients, world_of
-from tests.ranks import run_ranks
+from tests.ranks import on_worlds
 
 ONE = MeshConfig(dp_shard=1)
 MESHES = {
@@ -34,6 +38,7 @@ MESHES = {
     "dualpipev": MeshConfig(dp_shard=1, pp=2, pp_schedule="dualpipev"),
     "dualpipe": MeshConfig(dp_shard=1, pp=2, pp_schedule="dualpipe"),
 }
+BAD = range(1), range(1, 2)  # runs of an audit: the first, the second
 HIT = "norm.weight"  # of the first block, in each stage of a pipeline
 
 
@@ -41,17 +46,17 @@ def run_on(name: str) -> Run:
     return Run("plain", MESHES[name], accum=4 if name in ("zbv", "dualpipev", "dualpipe") else 2)
 
 
-def boundaries(rank: int, run: Run) -> tuple[Any, Any, AuditedBoundary]:
-    """A world, and equal models with a boundary that audits no step, and one that audits all."""
+def audited(run: Run, world: Any) -> AuditedBoundary:
+    """A boundary that audits every step."""
+    config = dataclasses.replace(config_of(run), run=RunConfig(audit_every=1))
+    return AuditedBoundary(build_model(config, world), world, config)
+
+
+def traces(rank: int, run: Run) -> list[str]:
+    """Names of what an audit changed."""
     world, config = world_of(rank, run), config_of(run)
     plain = AccumulationBoundary(build_model(config, world), world, config)
-    config = dataclasses.replace(config, run=RunConfig(audit_every=1))
-    return world, plain, AuditedBoundary(build_model(config, world), world, config)
-
-
-def traces(rank: int, size: int, run: Run) -> list[str]:
-    """Names of what an audit changed."""
-    world, *both = boundaries(rank, run)
+    both = plain, audited(run, world)
     seen: list[dict[str, Any]] = []
     for boundary in both:
         torch.manual_seed(3)
@@ -69,21 +74,15 @@ def traces(rank: int, size: int, run: Run) -> list[str]:
     return [name for name in seen[0] if not torch.equal(seen[0][name], seen[1][name])]
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_an_audit_leaves_no_trace(name: str) -> None:
-    run = run_on(name)
-    found = [traces(0, 1, run)] if run.world == 1 else run_ranks(traces, run.world, run)
-    assert found == [[]] * run.world
-
-
 def flip(grad: Tensor) -> None:
     """Flip the lowest bit of one number."""
     local = getattr(grad, "_local_tensor", grad)
     local.detach().view(-1).view(torch.uint8)[0] ^= 1
 
 
-def plant(boundary: AuditedBoundary, bad: range) -> str:
-    """Flip a bit of one gradient in these runs of an audit; return the gradient's name."""
+@contextmanager
+def planted(boundary: AuditedBoundary, bad: range) -> Iterator[str]:
+    """Flip a bit of one gradient in these runs of an audit; yield the gradient's name."""
     calls, digests = {"run": -1}, boundary._digests
 
     def counted(*args: Any) -> Tensor:
@@ -96,7 +95,8 @@ def plant(boundary: AuditedBoundary, bad: range) -> str:
         p.register_post_accumulate_grad_hook(
             lambda p: flip(p.grad) if calls["run"] in bad and p.grad is not None else None
         )
-        return name
+        yield name
+        return
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     FSDPParam: Any = _fsdp_param.FSDPParam
@@ -112,32 +112,65 @@ def plant(boundary: AuditedBoundary, bad: range) -> str:
             flip(grad)
         return grad
 
-    FSDPParam.unsharded_grad_data = property(spoiled)  # in a forked rank
-    return name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPParam, "unsharded_grad_data", property(spoiled))
+        yield name
 
 
-def spoiled(rank: int, size: int, run: Run, guilty: int, bad: range) -> tuple[str, str]:
-    world, _, boundary = boundaries(rank, run)
-    name = plant(boundary, bad) if rank == guilty else ""
-    boundary.accumulate(batches_of(0, world, run))
+def spoiled(rank: int, run: Run, guilty: int, bad: range) -> tuple[str, str]:
+    """Name of the gradient, on the guilty rank, and of what differed."""
+    world = world_of(rank, run)
+    boundary = audited(run, world)
+    with planted(boundary, bad) if rank == guilty else nullcontext("") as name:
+        boundary.accumulate(batches_of(0, world, run))
     return name, boundary._audit["differs"]
 
 
-@pytest.mark.parametrize("bad", [range(1), range(1, 2)], ids=["first", "again"])
+@dataclass(frozen=True)
+class Job:
+    """A step on a mesh: without a fault, or with one on a rank, in some runs of the audit."""
+
+    name: str
+    guilty: int = -1
+    bad: range = range(0)
+
+
+ALWAYS = Job("four", 2, range(3))  # the rank is wrong
+
+
+def bad_at_the_end(name: str, bad: range) -> Job:
+    return Job(name, run_on(name).world - 1, bad)
+
+
+def play(rank: int, job: Job) -> Any:
+    run = run_on(job.name)
+    return spoiled(rank, run, job.guilty, job.bad) if job.bad else traces(rank, run)
+
+
+@functools.cache
+def results() -> dict[Job, list[Any]]:
+    """One fork of ranks for all meshes on as many."""
+    jobs = [Job(name) for name in MESHES]
+    jobs += [bad_at_the_end(name, bad) for name in MESHES for bad in BAD]
+    return on_worlds(play, {job: run_on(job.name).world for job in [*jobs, ALWAYS]})
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_an_audit_leaves_no_trace(name: str) -> None:
+    assert results()[Job(name)] == [[]] * run_on(name).world
+
+
+@pytest.mark.parametrize("bad", BAD, ids=["first", "again"])
 @pytest.mark.parametrize("name", MESHES)
 def test_a_flipped_bit_is_found_and_named(name: str, bad: range) -> None:
-    run = run_on(name)
-    guilty = run.world - 1
-    if run.world == 1:
-        found = [spoiled(0, 1, run, guilty, bad)]
-    else:
-        found = run_ranks(spoiled, run.world, run, guilty, bad)
+    job = bad_at_the_end(name, bad)
+    found, guilty = results()[job], job.guilty
     words = f"{found[guilty][0]} on rank {guilty} differs when it is computed again"
     assert {said for _, said in found} == {f"the gradient of {words}"}
 
 
 def test_a_rank_that_is_always_wrong_is_named_among_four() -> None:
-    found = run_ranks(spoiled, 4, run_on("four"), 2, range(3))
+    found = results()[ALWAYS]
     assert {said for _, said in found} == {
         f"the gradient of {found[2][0]} on rank 2 differs when it is computed again"
     }
@@ -164,7 +197,8 @@ def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype) -> None:
 def test_rng_is_the_same_in_both_runs() -> None:
     """A microbatch that draws numbers draws the same ones again."""
     run = run_on("one")
-    world, _, boundary = boundaries(0, run)
+    world = world_of(0, run)
+    boundary = audited(run, world)
     accumulate, drawn = AccumulationBoundary.accumulate, []
 
     def drawing(self: AccumulationBoundary, *args: Any) -> Any:

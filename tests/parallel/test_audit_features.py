@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from parallel.build import build_model
 from parallel.mesh import World
 from parallel.start import join
 from tests.checkpointing.fp8_cases import changed
-from tests.parallel.test_audit import plant
+from tests.parallel.test_audit import planted
 from tests.parallel.test_precision import FP8, ROWS, WORDS, T, config_of
 from tests.ranks import run_ranks
 from tests.synthetic import ragged_batch
@@ -44,13 +45,14 @@ def audited(rank: int, size: int, name: str, bad: range) -> list[tuple[str, str]
     ac = ActivationCheckpointing(config, CPU)
     boundary = AuditedBoundary(build_model(config, world, ac), world, config)
     assert bool(ac.compiled) == name.startswith("compiled")
-    hit, found = plant(boundary, bad) if rank == size - 1 else "", []
-    for step in range(STEPS):
-        first = (step * size + rank) * ROWS
-        boundary.accumulate([ragged_batch(range(first, first + ROWS), T, WORDS)], step)
-        found.append((hit, boundary._audit["differs"]))
-        for p in boundary.model.parameters():
-            p.grad = None
+    found = []
+    with planted(boundary, bad) if rank == size - 1 else nullcontext("") as hit:
+        for step in range(STEPS):
+            first = (step * size + rank) * ROWS
+            boundary.accumulate([ragged_batch(range(first, first + ROWS), T, WORDS)], step)
+            found.append((hit, boundary._audit["differs"]))
+            for p in boundary.model.parameters():
+                p.grad = None
     return found
 
 
