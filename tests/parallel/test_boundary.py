@@ -93,13 +93,21 @@ def labels(batch: Batch, split: Split) -> Batch:
     )
 
 
+@functools.lru_cache(maxsize=1)
+def built(rank: int, run: Run, rule: Rule) -> AccumulationBoundary:
+    """A model at its first weights, kept from one split to the next."""
+    world, config = world_of(rank, run), config_of(run)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, divisor=rule))
+    return AccumulationBoundary(build_model(config, world), world, config)
+
+
 def outcome(rank: int, split: Split) -> Outcome:
     """The gradient of one step, before clipping."""
-    world, config = world_of(rank, split.run), config_of(split.run)
-    train = dataclasses.replace(config.train, divisor=split.rule)
-    config = dataclasses.replace(config, train=train)
-    model = build_model(config, world)
-    boundary = AccumulationBoundary(model, world, config)
+    boundary = built(rank, Run(split.model, split.mesh), split.rule)
+    model, world = boundary.model, boundary.world
+    for source in boundary.sources:
+        source.forget()
+    model.zero_grad()
     shares = micro_rows(range(ROWS), world, split.run.device_batch)
     batches = [labels(ragged_batch(share, T, 48), split) for share in shares]
     sums = boundary.accumulate(iter(batches))
@@ -169,6 +177,7 @@ def results() -> dict[Split, list[Outcome]]:
     wanted = [*splits("tokens"), *splits("microbatches"), *FEATURES, *UNEVEN]
     wanted += [whole(split) for split in wanted]
     wanted += [by_tokens(split) for split in splits("microbatches") if split.mask == 0]
+    wanted.sort(key=lambda split: (split.model, str(split.mesh), split.rule))
     return on_worlds(outcome, {split: split.run.world for split in wanted})
 
 
