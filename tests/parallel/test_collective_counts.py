@@ -9,6 +9,7 @@ microbatch, W bytes of a parameter's part that is left by tp.
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import pytest
@@ -47,6 +48,7 @@ Figures = dict[tuple[str, str, str], tuple[int, int]]  # axis, kind, dtype -> ca
 Mode = Literal["always", "never", "resident", "each"]
 
 
+@functools.cache
 def sent(size: int, n: int, mode: Mode, layers: int = L) -> Figures:
     reshard = "never" if mode == "never" else "always"
     sync = mode if mode in ("resident", "each") else "defer"
@@ -128,7 +130,7 @@ def by_hand(size: int, n: int, mode: Mode) -> Figures:
 
 
 @pytest.mark.parametrize("mode", ["always", "never", "resident", "each"])
-@pytest.mark.parametrize("n", [1, 4, 8])
+@pytest.mark.parametrize("n", [1, 8])  # all figures are linear in n
 @pytest.mark.parametrize("size", MESHES)
 def test_dense_blocks_by_hand(size: int, n: int, mode: Mode) -> None:
     assert sent(size, n, mode) == by_hand(size, n, mode)
@@ -143,7 +145,7 @@ def test_bytes_a_parameter_and_step(size: int, mode: Mode, bytes_a_parameter: in
 
     What a pair of blocks more adds to the traffic, over the elements of its gathered matrices.
     """
-    long, short = sent(size, 8, mode, L + 2), sent(size, 8, mode, L)
+    long, short = sent(size, 8, mode, L + 2), sent(size, 8, mode)
     tp, shards = MESHES[size].tp, size // MESHES[size].tp // MESHES[size].dp_replicate
 
     def rows(total: int) -> int:
@@ -209,7 +211,7 @@ def test_a_mamba_block_hands_its_state_on(size: int, cp: int, tokens: int) -> No
     Beside the state a chunk hands on, per head, A turns, P values of its last token, its decay and
     the step behind it, and R G N keys of its last token: the one-token halo.
     """
-    N, P, heads, angles, layers, n = 16, 8, 2 * D // 8, 4, 2, 4
+    N, P, heads, angles, layers, n = 16, 8, 2 * D // 8, 4, 2, 2
     mamba = Mamba3Config(d_state=N, headdim=P, chunk_size=16)
     model = ModelConfig(dim=D, depth=layers, pattern="M", vocab_size=V, mamba3=mamba)
     found = layers_sent(size, n, MeshConfig(cp=cp), model, tokens)
@@ -227,7 +229,7 @@ def test_a_mamba_block_hands_its_state_on(size: int, cp: int, tokens: int) -> No
 @pytest.mark.parametrize(("size", "ep", "tp"), [(8, 4, 2), (64, 8, 1), (1024, 16, 4)])
 def test_experts_by_hand(size: int, ep: int, tp: int) -> None:
     """One copy per chosen expert there and back, forward and backward: 4 T K D numbers a layer."""
-    experts, top_k, hidden, layers, n = 16, 2, 32, 2, 4
+    experts, top_k, hidden, layers, n = 16, 2, 32, 2, 2
     moe = MoEConfig(
         num_experts=experts,
         top_k=top_k,
