@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from megacpp.blocks.attention.config import SparseAttentionConfig
 from megacpp.blocks.engram.config import EngramConfig
@@ -16,7 +19,8 @@ from megacpp.lessons.models import shrunk, small, variants
 SPARSE = SparseAttentionConfig(top_k=3, num_heads=2, head_dim=6, loss=0.1)
 
 
-def models() -> dict[str, ModelConfig]:
+@functools.cache
+def models() -> Mapping[str, ModelConfig]:
     """Return small models of heads, experts and words that divide by four; losses on."""
     replace = dataclasses.replace
     base = small()
@@ -150,15 +154,17 @@ def models() -> dict[str, ModelConfig]:
                 model.attention, sparse=replace(model.attention.sparse, stage="dense", loss=1.0)
             )
             found[f"{name}_warmup"] = replace(model, attention=a)
-    return {
-        name: replace(
-            m,
-            moe=replace(m.moe, sequence_loss=1e-2, z_loss=1e-2),
-            init_std=0.1,
-            z_loss=1e-3,
-        )
-        for name, m in found.items()
-    }
+    return MappingProxyType(
+        {
+            name: replace(
+                m,
+                moe=replace(m.moe, sequence_loss=1e-2, z_loss=1e-2),
+                init_std=0.1,
+                z_loss=1e-3,
+            )
+            for name, m in found.items()
+        }
+    )
 
 
 def everything(model: ModelConfig) -> ModelConfig:

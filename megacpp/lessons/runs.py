@@ -8,7 +8,8 @@ a wrong formula; in fp32 it is 1e-5.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -52,6 +53,7 @@ CPU = torch.device("cpu")
 ROWS, T, STEPS = 8, 16, 3  # global rows of a step, tokens of a row, optimizer steps
 Dtype = Literal["fp64", "fp32", "bf16"]
 Slices = dict[str, Slice]  # what a rank holds of each parameter or gradient
+Places = dict[tuple[Any, ...], tuple[int, ...]]  # offsets by name, shape and placements
 HELD_OUT = range(1000, 1004)
 
 
@@ -123,7 +125,7 @@ class Trace:
     loads: list[tuple[ExpertLoad, ...]] = field(default_factory=list)  # of every E layer, each step
     counts: list[Tensor] = field(default_factory=list)  # of each router's experts, first step
     router_bias: dict[str, Tensor] = field(default_factory=dict)
-    collectives: list[Collective] = field(default_factory=list)  # of the last step
+    collectives: list[Collective] | None = None  # of the last step, if they were asked for
     scatters: dict[str, int] = field(default_factory=dict)  # of each unit of FSDP2, in that step
     replicated: int = 0  # of these units, those whose shards are added up over replicas, too
     sharded: bool = True
@@ -167,25 +169,41 @@ def batches_of(step: int, world: World, run: Run) -> list[Batch]:
     ]
 
 
-def slices(tensors: dict[str, Tensor | None]) -> Slices:
-    """Return copies of what this rank holds."""
-    found = {}
+@torch.no_grad()
+def slices(tensors: Mapping[str, Tensor | None], places: Places | None = None) -> Slices:
+    """Return copies of what this rank holds.
+
+    Args:
+        tensors: by name.
+        places: where tensors of a name and layout begin; found once for all tensors of a run.
+    """
+    places, found = {} if places is None else places, {}
     for name, t in tensors.items():
         assert t is not None, f"{name} has no gradient"
-        part = shard_slice(t.detach())
-        assert part.local.isfinite().all(), f"{name} has values that aren't finite"
-        found[name] = dataclasses.replace(part, local=part.local.clone())
+        layout = (name, t.shape, t.placements if isinstance(t, DTensor) else None)
+        if layout not in places:
+            places[layout] = shard_slice(t).offset
+        local = (t.to_local() if isinstance(t, DTensor) else t).clone()
+        assert local.isfinite().all(), f"{name} has values that aren't finite"
+        found[name] = Slice(local, tuple(t.shape), places[layout])
     return found
 
 
-def gradients(model: HybridLM) -> Slices:
+def gradients(model: HybridLM, places: Places | None = None) -> Slices:
     """Return the gradients of parameters that are trained; the others have none."""
     assert all(p.requires_grad or p.grad is None for p in model.parameters())
-    return slices({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    return slices({n: p.grad for n, p in model.named_parameters() if p.requires_grad}, places)
 
 
-def train(rank: int, run: Run) -> Trace:
-    """Make three optimizer steps as `train.py` does."""
+def train(rank: int, run: Run, collectives: bool = False) -> Trace:
+    """Make three optimizer steps as `train.py` does.
+
+    Args:
+        rank: number of this process.
+        run: model, mesh and settings.
+        collectives: count those of the last step; runs with replicas always do.
+    """
+    places: Places = {}
     trace, world, config = Trace(run), world_of(rank, run), config_of(run)
     ac = ActivationCheckpointing(config)
     with awake():
@@ -194,7 +212,7 @@ def train(rank: int, run: Run) -> Trace:
         AccumulationBoundary(model, world, config),
         build_optimizer(model, config, world.holders),
     )
-    trace.start = slices(dict(model.named_parameters()))
+    trace.start = slices(dict(model.named_parameters()), places)
     trace.adamw = {
         name: AdamW(float(group["lr"]), group["betas"], group["eps"])
         for group in optimizers.param_groups
@@ -205,28 +223,29 @@ def train(rank: int, run: Run) -> Trace:
         last = step == STEPS - 1
         if last:
             count_scatters(boundary, world, trace)
-        with CollectiveLog(world.meshes) if last else nullcontext() as seen:
+        counts_calls = last and (collectives or run.mesh.dp_replicate > 1)
+        with CollectiveLog(world.meshes) if counts_calls else nullcontext() as seen:
             sums = boundary.accumulate(batches_of(step, world, run), step)
         if seen is not None:
             trace.collectives = [c for c in seen.calls if c.kind not in POINT_TO_POINT]
         trace.losses.append(sums.loss_sum.item() / sums.valid_tokens)
         trace.valid.append(sums.valid_tokens)
         if step == 0:
-            trace.gradients = gradients(model)
+            trace.gradients = gradients(model, places)
             routers = [m for m in model.modules() if isinstance(m, Router)]
             counts = [r.tokens_per_expert.clone() for r in routers]
             trace.counts = [world.sum(c, "stage") for c in counts]
         norm = clip_gradients(
             model, config.optim.clip_norm, copies=boundary.copies, along=sums.along
         )
-        trace.clipped.append(gradients(model))
+        trace.clipped.append(gradients(model, places))
         status = boundary.check_step(sums, norm)
         assert status.healthy and not status.nonfinite
         trace.norms.append(status.grad_norm)
         trace.loads.append(status.loads)
         trace.auxiliary.append(status.auxiliary | {"ratio": status.auxiliary_ratio or 0.0})
         optimizers.step()
-        trace.stepped.append(slices(dict(model.named_parameters())))
+        trace.stepped.append(slices(dict(model.named_parameters()), places))
         optimizers.zero_grad()
         boundary.finish_step(status)
         if run.evaluate:
@@ -260,9 +279,15 @@ def count_scatters(boundary: AccumulationBoundary, world: World, trace: Trace) -
     guard.clean = counted  # type: ignore[method-assign]
 
 
-def traces_of(runs: Sequence[Run]) -> dict[Run, list[Trace]]:
-    """Return the traces of every rank of every run."""
-    return on_worlds(train, {run: run.world for run in runs})
+def traces_of(runs: Sequence[Run], collectives: bool = False) -> dict[Run, list[Trace]]:
+    """Return the traces of every rank of every run.
+
+    Args:
+        runs: a run that occurs twice is made once.
+        collectives: count those of each last step, for a tenth of the time more.
+    """
+    body = functools.partial(train, collectives=collectives)
+    return on_worlds(body, {run: run.world for run in runs})
 
 
 def box_of(part: Slice) -> tuple[slice, ...]:

@@ -90,7 +90,8 @@ SENDS = [
 @pytest.fixture(scope="module")
 def sends() -> dict[Run, list[Trace]]:
     again = (REGIONS, SPREAD_BLOCKS)
-    return traces_of([*SENDS, *(replace(run, recompute=p) for run in SENDS for p in again)])
+    runs = [*SENDS, *(replace(run, recompute=p) for run in SENDS for p in again)]
+    return traces_of(runs, collectives=True)
 
 
 @pytest.mark.parametrize("run", SENDS, ids=str)

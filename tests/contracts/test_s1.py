@@ -15,7 +15,7 @@ def test_s1_1_experts_run_again_without_their_collectives() -> None:
     test_apply.test_experts_run_again_without_router_permutation_or_scan()
     keeps = Run("plain", MeshConfig(dp_shard=2, ep=2), accum=2)
     again = replace(keeps, recompute=replace(KEEP, eblock="expert_gemm_only"))
-    found = traces_of([keeps, again])
+    found = traces_of([keeps, again], collectives=True)
     for one, other in zip(found[keeps], found[again], strict=True):
         sent = [c for c in one.collectives if c.kind == "all_to_all"]
         assert sent and one.collectives == other.collectives

@@ -43,7 +43,7 @@ def test_s4_1_microbatches_have_the_gradient_of_one_batch() -> None:
 
 def test_s4_2_each_unit_reduces_exactly_once_in_a_step() -> None:
     run = Run("plain", TWO, accum=4)
-    for trace in traces_of([run])[run]:
+    for trace in traces_of([run], collectives=True)[run]:
         assert trace.scatters and set(trace.scatters.values()) == {1}
         check_scatters(trace)
         reductions = [c for c in trace.collectives if c.kind == "reduce_scatter"]
@@ -78,7 +78,7 @@ def test_s4_5_a_nan_on_one_rank_costs_one_step_and_nothing_else() -> None:
     """Seen before ranks add up, the step left out, parameters and rates as if it had not been."""
     case = test_guard.Case("fsdp2")
     other = test_guard.without(case)
-    found = on_worlds(test_guard.play, {c: c.run.world for c in (case, other)})
+    found = on_worlds(test_guard.play, dict.fromkeys(test_guard.jobs([case]), 2))
     for seen, left_out in zip(found[case], found[other], strict=True):
         assert [v.healthy for v in seen.statuses] == [True, False, True]
         assert seen.statuses[1].nonfinite > 0

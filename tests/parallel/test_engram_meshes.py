@@ -37,7 +37,7 @@ RUNS = [
 
 @functools.cache
 def results() -> dict[Run, list[Trace]]:
-    return traces_of([*RUNS, *(run.reference for run in RUNS)])
+    return traces_of([*RUNS, *(run.reference for run in RUNS)], collectives=True)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

@@ -74,7 +74,7 @@ def whole(run: Run) -> Run:
 @functools.cache
 def results() -> dict[Run, list[Trace]]:
     runs = [*RUNS, *CURVES]
-    return traces_of([*runs, *map(whole, runs)])
+    return traces_of([*runs, *map(whole, runs)], collectives=True)
 
 
 @pytest.mark.parametrize("run", [*RUNS, *CURVES], ids=str)
