@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -144,46 +144,89 @@ def _times(value: float) -> Callable[[Tensor], Tensor]:
     return lambda grad: grad * value
 
 
-def state_of(model: HybridLM, optimizers: Any) -> dict[str, Tensor]:
-    """Bits of everything that a step may change, on this rank."""
+def tensors_of(model: HybridLM, optimizers: Any) -> dict[str, Tensor]:
+    """Everything that a step may change, on this rank."""
     found = dict(model.named_parameters()) | optimizers.state_tensors()
     saved = model.state_dict().keys()  # buffers too, but for what a step counts and forgets
-    found |= {n: b for n, b in model.named_buffers() if n in saved}
-    return {name: local_part(t).detach().clone() for name, t in found.items()}
+    return found | {n: b for n, b in model.named_buffers() if n in saved}
+
+
+def state_of(model: HybridLM, optimizers: Any) -> dict[str, Tensor]:
+    """Its bits."""
+    tensors = tensors_of(model, optimizers)
+    return {name: local_part(t).detach().clone() for name, t in tensors.items()}
+
+
+class Prepared:
+    """A model before its bad step, to which it is set back for each case of the same model.
+
+    Before all others comes the run without a bad step (`jobs`): a bad step that changed anything
+    that isn't set back would show as a difference from that run.
+    """
+
+    def __init__(self, rank: int, case: Case) -> None:
+        self.run, self.world = case.run, world_of(rank, case.run)
+        config = config_of(case.run)
+        train = dataclasses.replace(config.train, nonfinite=case.policy)
+        config = dataclasses.replace(config, train=train)
+        self.model = build_model(config, self.world)
+        self.boundary = AccumulationBoundary(self.model, self.world, config)
+        self.optimizers = build_optimizer(self.model, config, self.world.holders)
+        self.seen = Seen([], [state_of(self.model, self.optimizers)])
+        for step in range(BAD):
+            self.step(step, self.seen)
+
+    def step(self, step: int, seen: Seen, case: Case | None = None) -> None:
+        """One step as train.py makes it, poisoned by a case on this rank."""
+        boundary = self.boundary
+        hooks = poison(self.model, case) if case else []
+        sums: StepSums = boundary.accumulate(batches_of(step, self.world, self.run))
+        for hook in hooks:
+            hook.remove()
+        norm = clip_gradients(self.model, 1.0, copies=boundary.copies, along=sums.along)
+        seen.statuses.append(boundary.check_step(sums, norm))
+        if step == BAD:
+            seen.where = boundary.where()
+        if seen.statuses[-1].healthy:
+            self.optimizers.step()
+        self.optimizers.zero_grad()
+        boundary.finish_step(seen.statuses[-1])
+        seen.states.append(state_of(self.model, self.optimizers))
+
+    @torch.no_grad()
+    def set_back(self, policy: Policy) -> Seen:
+        """Return what was seen before the bad step, in the state of then."""
+        self.boundary.train = dataclasses.replace(self.boundary.train, nonfinite=policy)
+        self.optimizers.zero_grad()
+        for source in self.boundary.sources:
+            source.forget()
+        for name, t in tensors_of(self.model, self.optimizers).items():
+            local_part(t).copy_(self.seen.states[-1][name])
+        return Seen([*self.seen.statuses], [*self.seen.states])
+
+
+@functools.lru_cache(maxsize=1)
+def prepared(rank: int, case: Case) -> Prepared:
+    """Kept from one job to the next, whose cases are in order."""
+    return Prepared(rank, case)
+
+
+def group(case: Case) -> Case:
+    """The case whose model others use: of any place and, but for `off`, any policy."""
+    return dataclasses.replace(without(case), policy="off" if case.policy == "off" else "skip")
 
 
 def play(rank: int, case: Case) -> Seen:
-    """The run of a case on one rank, as train.py runs it."""
-    world: World = world_of(rank, case.run)
-    config = config_of(case.run)
-    train = dataclasses.replace(config.train, nonfinite=case.policy)
-    config = dataclasses.replace(config, train=train)
-    model = build_model(config, world)
-    boundary = AccumulationBoundary(model, world, config)
-    optimizers = build_optimizer(model, config, world.holders)
-    seen = Seen([], [state_of(model, optimizers)])
-    for step in range(STEPS):
-        if case.without and step == BAD:
-            continue
-        bad = step == BAD and case.where is not None and rank == world.size + case.guilty
-        hooks = poison(model, case) if bad else []
-        sums: StepSums = boundary.accumulate(batches_of(step, world, case.run))
-        for hook in hooks:
-            hook.remove()
-        norm = clip_gradients(model, 1.0, copies=boundary.copies, along=sums.along)
-        try:
-            status = boundary.check_step(sums, norm)
-        except NonFiniteError as error:
-            seen.raised = str(error)
-            return seen
-        seen.statuses.append(status)
-        if step == BAD and not case.without:
-            seen.where = boundary.where()
-        if status.healthy:
-            optimizers.step()
-        optimizers.zero_grad()
-        boundary.finish_step(status)
-        seen.states.append(state_of(model, optimizers))
+    """The run of a case on one rank."""
+    run = prepared(rank, group(case))
+    seen = run.set_back(case.policy)
+    guilty = case.where is not None and rank == run.world.size + case.guilty
+    try:
+        for step in range(BAD, STEPS):
+            if step != BAD or not case.without:
+                run.step(step, seen, case if step == BAD and guilty else None)
+    except NonFiniteError as error:
+        seen.raised = str(error)
     return seen
 
 
@@ -233,10 +276,18 @@ def without(case: Case) -> Case:
     return Case(case.mesh, None, without=True, sync=case.sync, model=case.model)
 
 
+def jobs(cases: Sequence[Case]) -> list[Case]:
+    """Each model's cases together, behind the run that never makes the bad step."""
+    groups: dict[Case, dict[Case, None]] = {}
+    for case in cases:
+        groups.setdefault(group(without(case)), {without(case): None})
+        groups.setdefault(group(case), {})[case] = None
+    return [case for of_group in groups.values() for case in of_group]
+
+
 @functools.cache
 def results() -> dict[Case, list[Seen]]:
-    jobs = [*cases(), *map(without, cases())]
-    return on_worlds(play, {case: case.run.world for case in jobs})
+    return on_worlds(play, {case: case.run.world for case in jobs(cases())})
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
