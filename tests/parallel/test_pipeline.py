@@ -37,6 +37,7 @@ from parallel.stages import Stage, keep_parts, make_stages, second_copies
 from parallel.start import join
 from tests.differences import largest, relative
 from tests.model.small import small
+from tests.parallel.parity import gradients, slices
 from tests.ranks import LONG_S, run_ranks
 from tests.synthetic import ragged_batch, without_labels
 
@@ -153,15 +154,6 @@ def batches_of(step: int, case: Case, share: int = 0) -> list[Batch]:
     return [without_labels(batch) for batch in batches] if case.silent else batches
 
 
-def slices(tensors: dict[str, Tensor | None]) -> dict[str, Slice]:
-    found = {}
-    for name, t in tensors.items():
-        assert t is not None, f"{name} has no gradient"
-        part = shard_slice(t.detach())
-        found[name] = dataclasses.replace(part, local=part.local.clone())
-    return found
-
-
 def local(t: Tensor) -> Tensor:
     return (t.to_local() if isinstance(t, DTensor) else t).detach()
 
@@ -197,7 +189,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch.
 
 
 def piped(rank: int, case: Case) -> Trace:
-    world, trace, optimizer = join(case.mesh, CPU), Trace(), None
+    world, trace, optimizer, places = join(case.mesh, CPU), Trace(), None, {}
     model, stages = build(case, world)
     pipeline = Pipeline(stages, world, config_of(case))
     for key, block in model.blocks.items():
@@ -213,7 +205,7 @@ def piped(rank: int, case: Case) -> Trace:
         loss, _ = pipeline.accumulate(batches, torch.full((len(batches),), max(1, valid)).double())
         pipeline.sync_copies()
         trace.losses.append(world.sum(loss, "loss").item() / max(1, valid))
-        trace.gradients.append(slices({n: p.grad for n, p in model.named_parameters()}))
+        trace.gradients.append(gradients(model, places))
         trace.norms.append(norm(model, world))
         optimizer = step_of(model, optimizer)
         for router in routers:
@@ -221,7 +213,9 @@ def piped(rank: int, case: Case) -> Trace:
             router.update_bias()
         if step == 1:
             trace.held_out = evaluate(model, pipeline, world, case)
-    trace.tensors = slices({**dict(model.named_parameters()), **dict(model.named_buffers())})
+    trace.tensors = slices(
+        {**dict(model.named_parameters()), **dict(model.named_buffers())}, places
+    )
     assert all(isinstance(p, DTensor) == case.sharded for p in model.parameters())
     return trace
 
@@ -252,7 +246,7 @@ def reference(case: Case) -> Trace:
     for step in range(STEPS):
         sums = boundary.accumulate(batches_of(step, case))
         trace.losses.append(sums.loss_sum.item() / max(1, sums.valid_tokens))
-        trace.gradients.append(slices({n: p.grad for n, p in model.named_parameters()}))
+        trace.gradients.append(gradients(model))
         trace.norms.append(norm(model, world))
         optimizer = step_of(model, optimizer)
         boundary.finish_step()
