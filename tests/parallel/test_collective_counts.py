@@ -203,8 +203,9 @@ def layers_sent(size: int, n: int, mesh: MeshConfig, model: ModelConfig, tokens:
     }
 
 
-@pytest.mark.parametrize("tokens", [128, 512])
-@pytest.mark.parametrize(("size", "cp"), [(8, 2), (64, 4), (1024, 8)])
+@pytest.mark.parametrize(
+    ("size", "cp", "tokens"), [(8, 2, 128), (64, 4, 128), (64, 4, 512), (1024, 8, 128)]
+)
 def test_a_mamba_block_hands_its_state_on(size: int, cp: int, tokens: int) -> None:
     """One gather forward, one scatter backward; H P N numbers a boundary whatever the length.
 
