@@ -101,7 +101,7 @@ def composed(config: Config, corpus: Corpus, bad_steps: Collection[int] = ()) ->
             if isinstance(source, Router) and sound and valid:
                 source.update_bias()
             source.forget()
-        if fp16:
+        if fp16 and (valid or not sound):  # without a label nothing could overflow
             good = good + 1 if sound else 0
             if not sound:
                 scale /= 2

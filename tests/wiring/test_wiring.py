@@ -125,8 +125,10 @@ def by_hand(name: str, corpus: Path) -> Composed:
 
 
 def labels_of(name: str) -> range:
-    """Training rows without labels: those of the step before the last; the first two have half."""
-    return range((STEPS - 3) * ROWS, (STEPS - 2) * ROWS) if name == "no labels" else range(0)
+    """Training rows without labels, which are those of the step before the last."""
+    fewer = 1 if name == "no labels" else 0  # its first two steps have half of the rows
+    first = STEPS - 2 - fewer
+    return range(first * ROWS, (first + 1) * ROWS) if name in ("no labels", "fp16") else range(0)
 
 
 def run(case: Case, corpus: Path, folder: Path, first: int) -> Done:
