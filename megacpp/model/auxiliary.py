@@ -50,7 +50,7 @@ class AuxiliarySource(Fp32Contract):
     def record(self, losses: dict[str, Tensor]) -> None:
         """Add losses, 0-d sums by name, to `loss_sums`."""
         for term, loss in losses.items():
-            self.loss_sums[TERMS.index(term)] += loss
+            self.loss_sums[TERMS.index(term)].add_(loss)
 
     @torch.no_grad()
     def forget(self) -> None:

@@ -38,13 +38,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacpp.blocks.experts.module import Arrived
+from megacpp.kernels.experts.copies import gather_rows, spread_rows
 from megacpp.kernels.experts.rows import (
     Groups,
-    gather_rows,
     group_rows,
     group_rows_of_sizes,
     group_rows_to_capacity,
-    spread_rows,
     sum_rows,
 )
 from megacpp.model.transfer import listed
@@ -319,12 +318,11 @@ def _label(expert_TK: Tensor, weights_TK: Tensor, groups: Groups, each: int) -> 
     """
     T, K = expert_TK.shape
     L, device = min(K, each), expert_TK.device
-    copy_KT = torch.arange(T * K, device=device).view(T, K).T
-    slot_KT = groups.slot_KT
+    copy_N, slot_KT = torch.arange(T * K, device=device), groups.slot_KT
     if groups.kept_KT is not None:  # the others write past the end
         slot_KT = torch.where(groups.kept_KT, slot_KT, len(groups.token_S))
-    copy_S = copy_KT.new_zeros(len(groups.token_S) + 1)
-    copy_S = copy_S.scatter_(0, slot_KT.flatten(), copy_KT.flatten())[:-1]
+    copy_S = copy_N.new_zeros(len(groups.token_S) + 1)
+    copy_S = copy_S.scatter_(0, slot_KT.T.flatten(), copy_N)[:-1]
     place_SL = (copy_S % K)[:, None] + torch.arange(L, device=device)
     copy_SL = (copy_S[:, None] // K) * K + place_SL.clamp(max=K - 1)
     expert_SL = expert_TK.flatten()[copy_SL]

@@ -14,6 +14,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -119,6 +120,23 @@ class ExpertDispatch(nn.Module):
 class ExpertCombine(nn.Module):
     """Return of the experts' outputs to the tokens' ranks, where they are summed."""
 
-    def forward(self, rows_SD: Tensor, weights_TK: Tensor, counts: DispatchCounts) -> Tensor:
-        """Return the sum of each token's rows, `[T, D]` in fp32 (or fp64)."""
-        return counts.back(rows_SD, weights_TK)
+    def forward(
+        self,
+        rows_SD: Tensor,
+        weights_TK: Tensor,
+        counts: DispatchCounts,
+        plus_TD: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return the sum of each token's rows, `[T, D]`, added up in fp32 (or fp64).
+
+        Args:
+            rows_SD: outputs of the experts.
+            weights_TK: of the copies.
+            counts: way back.
+            plus_TD: added to the sums.
+            dtype: of the result; None: fp32 (or fp64).
+        """
+        y_TD = counts.back(rows_SD, weights_TK)
+        y_TD = y_TD if plus_TD is None else y_TD + plus_TD
+        return y_TD.to(dtype or y_TD.dtype)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from megacpp.blocks.experts.router import Router, document_lengths
-from megacpp.model.documents import Documents
+from megacpp.blocks.experts.router import Router
+from megacpp.model.documents import Documents, document_lengths
 from parallel.collectives import all_sum_plain, gather_plain
 
 

@@ -203,9 +203,9 @@ def balanced_rows(
         copies = T * K if expected is None else T * min(K, num_experts)
         slots = most_slots(num_experts, copies, multiple)
     if expected is None:
-        return Groups(new(K, T), new(slots), new(num_experts))
-    kept_KT = new(K, T, dtype=torch.bool)
-    return Groups(new(K, T), new(slots + 1)[:-1], new(num_experts + 1), kept_KT)
+        return Groups(new(T, K).T, new(slots), new(num_experts))
+    kept_KT = new(T, K, dtype=torch.bool).T
+    return Groups(new(T, K).T, new(slots + 1)[:-1], new(num_experts + 1), kept_KT)
 
 
 @dataclass(frozen=True)

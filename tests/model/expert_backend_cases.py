@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacpp.kernels.experts.mlp import experts_reference, into_experts, out_of_experts
+from megacpp.kernels.experts.copies import gather_rows, spread_rows
+from megacpp.kernels.experts.mlp import into_experts, out_of_experts
+from megacpp.kernels.experts.reference import experts_reference
 from megacpp.kernels.experts.rows import (
     Groups,
-    gather_rows,
     group_rows,
     group_rows_to_capacity,
-    spread_rows,
     sum_rows,
     weigh_slots,
 )
@@ -39,6 +39,7 @@ class Case:
     grouped: str = "padded"  # padded, nulls, capacity
     gated: bool = True
     at_source: bool = False  # rows come back without their weights, as from other ranks
+    plus: bool = False  # something is added to the sums, which are rounded
 
 
 CASES = (
@@ -46,6 +47,7 @@ CASES = (
     Case("nulls", grouped="nulls"),
     Case("capacity", grouped="capacity"),
     Case("relu2", gated=False),
+    Case("plus", grouped="nulls", plus=True),
     Case("at source", at_source=True),
     Case("at source, capacity", at_source=True, grouped="capacity"),
     Case("wider than a block", tokens=9, dim=1100, hidden=1500),
@@ -86,8 +88,13 @@ def run(
         rows = experts_reference(x, groups, weight_S, *into, w2)
     else:
         rows = out_of_experts(into_experts(x, groups, *into), w2, weight_S, groups)
-    y = sum_rows(rows, groups)
-    return [y.detach(), *torch.autograd.grad(y, (x, weights, *into, w2), d_y)]
+    given = x, weights, *into, w2
+    if not case.plus:
+        y = sum_rows(rows, groups)
+        return [y.detach(), *torch.autograd.grad(y, given, d_y)]
+    plus = made(T, D)
+    y = sum_rows(rows, groups, plus, plus.dtype)
+    return [y.detach(), *torch.autograd.grad(y, (*given, plus), d_y.to(y.dtype))]
 
 
 def grouped(case: Case, chosen_TK: Tensor) -> Groups:

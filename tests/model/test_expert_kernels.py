@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.kernels.experts import grouped_mm
+from megacpp.kernels.experts.copies import gather_rows, spread_rows
 from megacpp.kernels.experts.grouped_mm import (
     CPU_ROWS,
     Counts,
@@ -18,10 +19,8 @@ from megacpp.kernels.experts.grouped_mm import (
 )
 from megacpp.kernels.experts.rows import (
     Groups,
-    gather_rows,
     group_rows,
     group_rows_to_capacity,
-    spread_rows,
 )
 
 FP64 = 1e-12  # two formulas of one sum in fp64; entries are of order 1 to 10

@@ -25,10 +25,9 @@ from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.experts import module as moe_module
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
-from megacpp.blocks.experts.router import document_lengths
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.experts import fp8 as fp8_products
-from megacpp.model.documents import Documents
+from megacpp.model.documents import Documents, document_lengths
 from megacpp.model.init import initialise
 from megacpp.model.recompute import PLAIN
 from megacpp.model.regions import Region

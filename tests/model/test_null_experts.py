@@ -26,8 +26,13 @@ from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.experts import fp8 as fp8_products
+from megacpp.kernels.experts.copies import spread_rows
 from megacpp.kernels.experts.grouped_mm import outer_products, products
-from megacpp.kernels.experts.rows import group_rows, group_rows_to_capacity, spread_rows, sum_rows
+from megacpp.kernels.experts.rows import (
+    group_rows,
+    group_rows_to_capacity,
+    sum_rows,
+)
 from megacpp.model.documents import Documents
 from megacpp.model.flops import block_flops
 from megacpp.model.init import initialise

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.blocks.experts.config import MoEConfig
-from megacpp.blocks.experts.router import Router, document_load, switch_loss, z_loss
+from megacpp.blocks.experts.loads import document_load
+from megacpp.blocks.experts.router import Router, switch_loss, z_loss
 from megacpp.config.schema import ModelConfig
 from megacpp.model.auxiliary import TERMS, AttachLoss
 from megacpp.model.documents import Documents
@@ -177,9 +178,10 @@ def test_even_load_costs_one_per_token() -> None:
 
 def test_a_slice_of_a_document_starts_a_row() -> None:
     """Rows that begin inside a document (context parallelism) do not join the row before."""
-    chosen_TE = torch.tensor([[1.0, 0], [1, 0], [0, 1], [0, 1]])
+    chosen_TK = torch.tensor([[0], [0], [1], [1]])
     docs = Documents(torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[0, 1], [2, 3]]))
-    assert document_load(chosen_TE, docs).tolist() == [[1, 0], [1, 0], [0, 1], [0, 1]]
+    load_TE = document_load(chosen_TK, docs, 2, torch.float32)
+    assert load_TE.tolist() == [[1, 0], [1, 0], [0, 1], [0, 1]]
 
 
 def test_attached_loss_has_the_gradient_of_its_scale() -> None:

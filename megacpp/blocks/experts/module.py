@@ -20,7 +20,7 @@ from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.experts.fp8 import Fp8Products
 from megacpp.kernels.experts.grouped_mm import row_multiple
-from megacpp.kernels.experts.mlp import experts_reference, into_experts, out_of_experts
+from megacpp.kernels.experts.mlp import into_experts, out_of_experts
 from megacpp.kernels.experts.rows import (
     Groups,
     group_rows,
@@ -71,6 +71,8 @@ class Experts(nn.Module):
         """Return the output of the expert of each slot, times the row's weight: `[S, D]`."""
         weight_S = None if weights_RK is None else weigh_slots(weights_RK, groups)
         if self.kernels.experts == "reference":
+            from megacpp.kernels.experts.reference import experts_reference
+
             return experts_reference(x_RD, groups, weight_S, *self._weights, self.w2)
         hidden = self.recompute("expert_gemm", self._into, x_RD, groups)
         return out_of_experts(hidden, self.w2, weight_S, groups, self.fp8)
@@ -147,12 +149,24 @@ class Dispatch(nn.Module):
 class Combine(nn.Module):
     """Sum of the experts' outputs for each token."""
 
-    def forward(self, rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
-        """Sum of each token's rows, `[T, D]` in fp32 (or fp64).
+    def forward(
+        self,
+        rows_SD: Tensor,
+        weights_TK: Tensor,
+        groups: Groups,
+        plus_TD: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return the sum of each token's rows, `[T, D]`, added up in fp32 (or fp64).
 
-        `weights_TK` are for rows that come back from other ranks without their weights.
+        Args:
+            rows_SD: outputs of the experts.
+            weights_TK: for rows that come back from other ranks without their weights.
+            groups: slots of the rows.
+            plus_TD: added to the sums.
+            dtype: of the result; None: fp32 (or fp64).
         """
-        return sum_rows(rows_SD, groups)
+        return sum_rows(rows_SD, groups, plus_TD, dtype)
 
 
 class MixtureOfExperts(Tokenwise):
@@ -201,10 +215,9 @@ class MixtureOfExperts(Tokenwise):
         self, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, decoding: bool = False
     ) -> Tensor:
         arrived, counts = self.dispatch(x_TD, indices_TK, weights_TK, decoding)
-        y_TD = self.combine(self.experts(*arrived), weights_TK, counts)
-        if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
-        return y_TD.to(x_TD.dtype)
+        rows_SD = self.experts(*arrived)
+        shared_TD = None if self.shared is None else self.shared(x_TD)
+        return self.combine(rows_SD, weights_TK, counts, shared_TD, x_TD.dtype)
 
 
 def expert_capacity(tokens: int, moe: MoEConfig) -> int:

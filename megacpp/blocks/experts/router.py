@@ -7,6 +7,7 @@ token at most (megacpp/blocks/experts/choices.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megacpp.blocks.experts.choices import columns, first_null_score, null_copies, slots
+from megacpp.blocks.experts.loads import BatchLoad, DocumentLoad
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
@@ -106,10 +108,11 @@ class Router(AuxiliarySource):
             logits_TE, own_TE = Fork.apply(logits_TE, self.gradient_squares)
             routing = self.choose(logits_TE)
             own = replace(routing, logits_TE=own_TE)
-            losses = self.auxiliary_losses(own, documents_of(x_BTD, docs))
+            docs = documents_of(x_BTD, None) if docs is None else docs
+            losses = self.auxiliary_losses(own, docs)
             if not recomputing():
                 self.record(losses)
-            total = torch.stack(list(losses.values())).sum()
+            total = reduce(torch.add, losses.values())
             weights_TK = AttachLoss.apply(routing.weights_TK, total, self.aux_scale)
         if learns and not recomputing():
             self.count(routing.indices_TK)
@@ -142,23 +145,22 @@ class Router(AuxiliarySource):
             # Elsewhere the weights follow from the chosen logits: backward needs no others.
             scores_TE = self.scores(logits_TE if pre else logits_TE.detach())
             indices_TK = self.recompute.keep(self._choose, scores_TE.detach())
-            pick = PickReal if self.nulls else Pick
-            weights_TK = pick.apply(scores_TE if pre else logits_TE, indices_TK)
+            nulls = self.nulls > 0
             if self.moe.score == "sigmoid":
-                weights_TK = weights_TK.sigmoid()
-                weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
-            elif not pre:
-                weights_TK = weights_TK.softmax(1)
-            if self.nulls and self.moe.score == "softmax":
-                weights_TK = weights_TK.masked_fill(indices_TK == self.moe.num_experts, 0.0)
-        weights_TK = weights_TK * self.moe.route_scale
+                weights_TK = SigmoidShare.apply(logits_TE, scores_TE, indices_TK, nulls)
+            else:
+                weights_TK = Pick.apply(scores_TE if pre else logits_TE, indices_TK, nulls)
+                weights_TK = weights_TK if pre else weights_TK.softmax(1)
+                if nulls:
+                    weights_TK = weights_TK.masked_fill(indices_TK == self.moe.num_experts, 0.0)
+        if self.moe.route_scale != 1:
+            weights_TK = weights_TK * self.moe.route_scale
         return Routing(logits_TE, scores_TE.detach(), indices_TK, weights_TK)
 
     @torch.no_grad()
     def count(self, indices_TK: Tensor) -> None:
         """Add choices to `tokens_per_expert`."""
-        chosen_N = indices_TK.flatten()
-        self.tokens_per_expert.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
+        self.tokens_per_expert.scatter_(0, indices_TK.flatten(), 1, reduce="add")
 
     @torch.no_grad()
     def measure(self, scores_TE: Tensor) -> None:
@@ -213,18 +215,20 @@ class Router(AuxiliarySource):
         if moe.z_loss:
             losses["z"] = moe.z_loss * z_loss(routing.logits_TE)
         if moe.balance_loss or moe.sequence_loss:
-            p_TE = self.scores(routing.logits_TE)
+            p_TE = routing.logits_TE
             if moe.score == "sigmoid":
-                p_TE = p_TE / (p_TE.sum(1, keepdim=True) + 1e-20)
+                p_TE = SigmoidShare.apply(p_TE, routing.scores_TE, None, False)
+            else:
+                p_TE = p_TE.softmax(1)
             # What plain top-k would choose, without bias and groups (Megatron-LM).
             plain_TK = self.recompute.keep(self._plain, p_TE.detach())
             if moe.balance_loss:
                 # Kept: it is small, and may be a sum over ranks.
                 load_E = self.recompute.keep(self.batch_load, plain_TK, self.weight.dtype)
-                losses["balance"] = moe.balance_loss * switch_loss(p_TE, load_E, moe.top_k)
+                losses["balance"] = switch_loss(p_TE, load_E, moe.top_k, moe.balance_loss)
             if moe.sequence_loss:
                 load_TE = self.document_load(plain_TK, docs, self.weight.dtype)
-                losses["sequence"] = moe.sequence_loss * switch_loss(p_TE, load_TE, moe.top_k)
+                losses["sequence"] = switch_loss(p_TE, load_TE, moe.top_k, moe.sequence_loss)
         return losses
 
     def init_rules(self) -> dict[str, Rule]:
@@ -265,36 +269,6 @@ class Router(AuxiliarySource):
         return selection_TE
 
 
-class BatchLoad(nn.Module):
-    """Loads of the experts by a microbatch whose tokens this process holds."""
-
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-
-    def forward(self, chosen_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the fraction of the microbatch's tokens that chose each expert, `[E]`."""
-        return one_hot(chosen_TK, self.num_experts, dtype).mean(0)
-
-
-class DocumentLoad(nn.Module):
-    """Loads of the experts by documents whose tokens this process holds."""
-
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-
-    def forward(self, chosen_TK: Tensor, docs: Documents, dtype: torch.dtype) -> Tensor:
-        """Return the fraction of each token's document that chose each expert, `[T, E]`."""
-        return document_load(one_hot(chosen_TK, self.num_experts, dtype), docs)
-
-
-def one_hot(chosen_TK: Tensor, num_experts: int, dtype: torch.dtype) -> Tensor:
-    """Return choices as ones in `[T, E]`."""
-    zeros_TE = torch.zeros(len(chosen_TK), num_experts, dtype=dtype, device=chosen_TK.device)
-    return zeros_TE.scatter_(1, chosen_TK, 1.0)
-
-
 class WideLinear(torch.autograd.Function):
     """Product x W^T in the dtype of the weight, saving `x` in its own.
 
@@ -320,42 +294,80 @@ class WideLinear(torch.autograd.Function):
 
 
 class Pick(torch.autograd.Function):
-    """Choice `x_TE.gather(1, indices_TK)`, without saving `x_TE` as autograd would for it."""
+    """Choice `x_TE.gather(1, indices_TK)`, without saving `x_TE` as autograd would for it.
+
+    Nulls (E) get the least finite number, which becomes 0 in a softmax.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, indices_TK: Tensor) -> Tensor:
-        """Return the chosen entries `[T, K]`."""
+    def forward(ctx: Any, x_TE: Tensor, indices_TK: Tensor, nulls: bool) -> Tensor:
+        """Return the chosen entries `[T, K]`.
+
+        Args:
+            ctx: autograd's context.
+            x_TE: entries.
+            indices_TK: chosen ones.
+            nulls: whether there are nulls.
+        """
         ctx.save_for_backward(indices_TK)
-        ctx.num_experts = x_TE.shape[1]
+        ctx.num_experts, ctx.nulls = x_TE.shape[1], nulls
+        return _picked(x_TE, indices_TK, nulls, torch.finfo(x_TE.dtype).min)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient `[T, E]`, zero at entries that weren't chosen."""
+        (indices_TK,) = ctx.saved_tensors
+        return _put(grads[0], indices_TK, ctx.num_experts, ctx.nulls), None, None
+
+
+class SigmoidShare(torch.autograd.Function):
+    """Sigmoids over their sum, of all entries of a row or of chosen ones; saves both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TE: Tensor, sigmoid_TE: Tensor, indices_TK: Tensor | None, nulls: bool
+    ) -> Tensor:
+        """Return the shares, `[T, K]` or `[T, E]`; 0 of nulls (E).
+
+        Args:
+            ctx: autograd's context.
+            x_TE: arguments of the sigmoids.
+            sigmoid_TE: the sigmoids.
+            indices_TK: chosen entries; None: all.
+            nulls: whether there are nulls.
+        """
+        ctx.num_experts, ctx.nulls, given = x_TE.shape[1], nulls, ()
+        if indices_TK is not None:
+            sigmoid_TE, given = _picked(sigmoid_TE, indices_TK, nulls, 0.0), (indices_TK,)
+        sum_T1 = sigmoid_TE.sum(1, keepdim=True).add_(1e-20)
+        ctx.save_for_backward(sigmoid_TE, sum_T1, *given)
+        return sigmoid_TE / sum_T1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of x: a softmax's of these shares, times 1 - sigmoid."""
+        sigmoid, sum_T1, *given = ctx.saved_tensors
+        share = sigmoid / sum_T1
+        grad = torch.ops.aten._softmax_backward_data(grads[0], share, 1, share.dtype)
+        grad = torch.addcmul(grad, grad, sigmoid, value=-1.0)
+        for indices_TK in given:
+            grad = _put(grad, indices_TK, ctx.num_experts, ctx.nulls)
+        return grad, None, None, None
+
+
+def _picked(x_TE: Tensor, indices_TK: Tensor, nulls: bool, fill: float) -> Tensor:
+    if not nulls:
         return x_TE.gather(1, indices_TK)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient `[T, E]`, zero at entries that weren't chosen."""
-        (indices_TK,) = ctx.saved_tensors
-        zeros_TE = grads[0].new_zeros(len(indices_TK), ctx.num_experts)
-        return zeros_TE.scatter_(1, indices_TK, grads[0]), None
+    x_TK = x_TE.gather(1, indices_TK.clamp(max=x_TE.shape[1] - 1))
+    return x_TK.masked_fill_(indices_TK == x_TE.shape[1], fill)
 
 
-class PickReal(torch.autograd.Function):
-    """Choice as `Pick` with indices of nulls (E), whose value becomes 0 in a sigmoid or softmax."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, indices_TK: Tensor) -> Tensor:
-        """Return the chosen entries `[T, K]`; the least finite number for nulls."""
-        ctx.save_for_backward(indices_TK)
-        ctx.num_experts = x_TE.shape[1]
-        x_TK = x_TE.gather(1, indices_TK.clamp(max=ctx.num_experts - 1))
-        return x_TK.masked_fill_(indices_TK == ctx.num_experts, torch.finfo(x_TK.dtype).min)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient `[T, E]`, zero at entries that weren't chosen."""
-        (indices_TK,) = ctx.saved_tensors
-        zeros_TN = grads[0].new_zeros(len(indices_TK), ctx.num_experts + 1)
-        return zeros_TN.scatter_(1, indices_TK, grads[0])[:, : ctx.num_experts], None
+def _put(grad_TK: Tensor, indices_TK: Tensor, num_experts: int, nulls: bool) -> Tensor:
+    """Return the adjoint of `_picked`, `[T, E]`."""
+    zeros = grad_TK.new_zeros(len(grad_TK), num_experts + nulls)
+    return zeros.scatter_(1, indices_TK, grad_TK)[:, :num_experts]
 
 
 class Fork(torch.autograd.Function):
@@ -374,7 +386,8 @@ class Fork(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Return the sum of both gradients."""
         for slot, grad in enumerate(grads):
-            ctx.squares[slot] += torch.linalg.vector_norm(grad).square()
+            norm = torch.linalg.vector_norm(grad)
+            ctx.squares[slot].addcmul_(norm, norm)
         return grads[0] + grads[1], None
 
 
@@ -383,34 +396,17 @@ def z_loss(logits_TE: Tensor) -> Tensor:
     return logits_TE.logsumexp(1).square().sum()
 
 
-def switch_loss(p_TE: Tensor, load: Tensor, top_k: int) -> Tensor:
-    """Sum over tokens of E / K * sum_e load_e p_te (Switch Transformer, arXiv 2101.03961).
+def switch_loss(p_TE: Tensor, load: Tensor, top_k: int, factor: float = 1.0) -> Tensor:
+    """Sum over tokens of factor * E / K * sum_e load_e p_te (Switch Transformer, 2101.03961).
 
     `load` `(E,)` or `[T, E]` is the part of the tokens (of the batch, of a document) that chose
     expert e: its sum is K, it has no gradient, and even load gives exactly 1 per token. Divided
     by T this is E / (K T^2) * sum_e count_e sum_t p_te.
+
+    Args:
+        p_TE: probabilities.
+        load: `(E,)` or `[T, E]`.
+        top_k: K.
+        factor: weight of the loss.
     """
-    return p_TE.shape[1] / top_k * (p_TE * load).sum()
-
-
-def document_load(chosen_TE: Tensor, docs: Documents) -> Tensor:
-    """Return for every token the fraction of its document that chose each expert, `[T, E]`.
-
-    The switch loss with it is the mean over documents, each weighted by its number of tokens.
-    """
-    document_T, length_T = document_lengths(docs)
-    counts_TE = torch.zeros_like(chosen_TE).index_add_(0, document_T, chosen_TE)
-    return counts_TE.index_select(0, document_T) / length_T[:, None]
-
-
-def document_lengths(docs: Documents) -> tuple[Tensor, Tensor]:
-    """Return number and length of the document of every token of the flat batch, `[T]` each."""
-    return docs.memo("document_lengths", lambda: _document_lengths(docs))
-
-
-def _document_lengths(docs: Documents) -> tuple[Tensor, Tensor]:
-    starts_BT = docs.starts_BT.clone()
-    starts_BT[:, 0] = True  # a row that is a slice may begin inside a document
-    document_T = starts_BT.flatten().cumsum(0) - 1
-    length_T = torch.zeros_like(document_T).index_add_(0, document_T, torch.ones_like(document_T))
-    return document_T, length_T.index_select(0, document_T)
+    return (p_TE * load).sum() * (factor * p_TE.shape[1] / top_k)

@@ -30,7 +30,8 @@ def row_multiple(device: torch.device) -> int:
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors in the dtype of a running autocast, if there is one."""
-    return tuple(t.to(autocast_dtype(t) or t.dtype) for t in tensors)
+    dtype = autocast_dtype(tensors[0])
+    return tensors if dtype is None else tuple([t.to(dtype) for t in tensors])
 
 
 def products(x_SD: Tensor, weight_EDF: Tensor, counts_E: Counts) -> Tensor:

@@ -59,36 +59,6 @@ def out_of_experts(
     return _OutOf.apply(w2_EDI, *hidden, *weight, len(hidden), groups, fp8)  # type: ignore[return-value]
 
 
-def experts_reference(
-    x_RD: Tensor, groups: Groups, weight_S: Tensor | None, *weights: Tensor
-) -> Tensor:
-    """Return outputs `[S, D]`, one expert after another under autograd: the definition.
-
-    Slots that no expert owns get 0.
-
-    Args:
-        x_RD: rows.
-        groups: slots that hold copies of the rows.
-        weight_S: weight of each slot; None: 1.
-        weights: w1, w3 and w2 of silu(w1 x) * w3 x, or w1 and w2 of relu(w1 x)^2.
-    """
-    *into, w2_EDI = weights
-    experts, slots = len(w2_EDI), len(groups.token_S)
-    counts = groups.counts_E if groups.counts_E is not None else [slots // experts] * experts
-    sizes = list(counts.tolist() if isinstance(counts, Tensor) else counts)
-    sizes[-1] = slots - sum(sizes[:-1])
-    parts = []
-    for e, rows in enumerate(x_RD[groups.token_S].split(sizes)):
-        if e == experts:
-            parts.append(rows * 0.0)
-            continue
-        hidden = [F.linear(rows, w_EID[e].to(rows.dtype)) for w_EID in into]
-        act = F.silu(hidden[0]) * hidden[1] if len(hidden) == 2 else F.relu(hidden[0]).square()
-        parts.append(F.linear(act, w2_EDI[e].to(rows.dtype)))
-    y_SD = torch.cat(parts)
-    return y_SD if weight_S is None else (y_SD * weight_S[:, None]).to(y_SD.dtype)
-
-
 class _Into(torch.autograd.Function):
     """Product of rows copied to slots; backward copies them again instead of saving them."""
 
@@ -117,7 +87,7 @@ class _Into(torch.autograd.Function):
             (grad_SD,) = rows_times(grads[0], [weights[0]], counts_E, fp8)
             for grad_SI, w_EID in zip(grads[1:], weights[1:], strict=True):
                 grad_SD += rows_times(grad_SI, [w_EID], counts_E, fp8)[0]
-            found[0] = sum_of_slots(grad_SD, groups).to(x_RD.dtype)
+            found[0] = sum_of_slots(grad_SD, groups, dtype=x_RD.dtype)
         return *found, None, None
 
 

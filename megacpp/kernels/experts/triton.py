@@ -2,7 +2,7 @@
 
     spread      row of every slot = its token's, in the dtype asked for; of a gradient also weighed,
                 with the dot product that is the gradient of the weight
-    sum         a token's rows added up, weighed or not, in fp32
+    sum         a token's rows added up, weighed or not, in fp32, and rounded once
     units       weight * silu(gate) * up, rounded once
     d units     gradients of gate, up and weight, and the units again for the gradient of w2
 
@@ -45,17 +45,24 @@ def spread_weighed(
 
 
 def sum_of_slots(
-    rows_SD: Tensor, slot_KT: Tensor, kept_KT: Tensor | None, weights_KT: Tensor | None = None
+    rows_SD: Tensor,
+    slot_KT: Tensor,
+    kept_KT: Tensor | None,
+    weights_KT: Tensor | None = None,
+    plus_TD: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the sum of each token's slots, `[T, D]` in fp32.
+    """Return the sum of each token's slots, `[T, D]`, added up in fp32.
 
     Args:
         rows_SD: rows in the slots.
         slot_KT: slot of each copy.
         kept_KT: bool, copies that have a slot; None: all.
         weights_KT: weight of each copy; None: 1.
+        plus_TD: added to the sums; None: 0.
+        dtype: of the result.
     """
-    return _sum_of_slots(rows_SD, slot_KT, kept_KT, weights_KT)
+    return _sum_of_slots(rows_SD, slot_KT, kept_KT, weights_KT, plus_TD, dtype)
 
 
 def weighed_units(gate_SI: Tensor, up_SI: Tensor | None, weight_S: Tensor | None) -> Tensor:
@@ -115,23 +122,30 @@ def _spread_weighed(
 
 @torch.library.custom_op("megacpp::experts_sum", mutates_args=())
 def _sum_of_slots(
-    rows_SD: Tensor, slot_KT: Tensor, kept_KT: Tensor | None, weights_KT: Tensor | None
+    rows_SD: Tensor,
+    slot_KT: Tensor,
+    kept_KT: Tensor | None,
+    weights_KT: Tensor | None,
+    plus_TD: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    rows_SD, slot_KT = rows_SD.contiguous(), slot_KT.contiguous()
-    (K, T), D = slot_KT.shape, rows_SD.shape[1]
-    out_TD = rows_SD.new_empty(T, D, dtype=torch.float32)
+    rows_SD, slot_TK = rows_SD.contiguous(), slot_KT.T.contiguous()
+    (T, K), D = slot_TK.shape, rows_SD.shape[1]
+    out_TD = rows_SD.new_empty(T, D, dtype=dtype)
     if not len(rows_SD):
-        return out_TD.zero_()
+        return out_TD.zero_() if plus_TD is None else out_TD.copy_(plus_TD)
     if out_TD.numel():
-        kept = slot_KT if kept_KT is None else kept_KT.contiguous()
-        weights = slot_KT if weights_KT is None else weights_KT.contiguous()
+        kept = slot_TK if kept_KT is None else kept_KT.T.contiguous()
+        weights = slot_TK if weights_KT is None else weights_KT.T.contiguous()
+        plus = out_TD if plus_TD is None else plus_TD.contiguous()
         _launch(
             _sum_kernel,
             (T, triton.cdiv(D, BLOCK)),
-            *(rows_SD, slot_KT, kept, weights, out_TD, T, D),
+            *(rows_SD, slot_TK, kept, weights, plus, out_TD, D),
             K=K,
             SOME=kept_KT is not None,
             WEIGHED=weights_KT is not None,
+            PLUS=plus_TD is not None,
             BLOCK=BLOCK,
         )
     return out_TD
@@ -203,8 +217,8 @@ def _(x_RD: Tensor, token_S: Tensor, weight_S: Tensor, rows_SD: Tensor) -> tuple
 
 
 @_sum_of_slots.register_fake
-def _(rows_SD: Tensor, slot_KT: Tensor, *_: Tensor | None) -> Tensor:
-    return rows_SD.new_empty(slot_KT.shape[1], rows_SD.shape[1], dtype=torch.float32)
+def _(rows_SD: Tensor, slot_KT: Tensor, *rest: Any) -> Tensor:
+    return rows_SD.new_empty(slot_KT.shape[1], rows_SD.shape[1], dtype=rest[-1])
 
 
 @_units.register_fake
@@ -254,12 +268,13 @@ def _sum_kernel(
     slots,
     kept,
     weights,
+    plus,
     out,
-    T,
     D,
     K: tl.constexpr,
     SOME: tl.constexpr,
     WEIGHED: tl.constexpr,
+    PLUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -267,7 +282,7 @@ def _sum_kernel(
     inside = column < D
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
-        copy = token + k * T
+        copy = token * K + k
         slot, read = tl.load(slots + copy), inside
         if SOME:
             # A copy without a slot has the number 0: what lies there is another's, or no number.
@@ -276,7 +291,9 @@ def _sum_kernel(
         if WEIGHED:
             values = values * tl.load(weights + copy).to(tl.float32)
         total += values
-    tl.store(out + token * D + column, total, mask=inside)
+    if PLUS:
+        total += tl.load(plus + token * D + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * D + column, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,0 +1,82 @@
+"""Rows that are copied and weighed on the way to other ranks and back.
+
+Legend: T tokens, K experts of a token, S slots (rows in expert order), D model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacpp.kernels.experts.rows import (
+    Groups,
+    copies_of_slots,
+    rows_of_slots,
+    sum_of_slots,
+    weights_of_slots,
+)
+
+
+def spread_rows(x_TD: Tensor, groups: Groups) -> Tensor:
+    """Copy tokens `[T, D]` to their slots `[S, D]`; gradients of a token's copies are summed."""
+    return _CopyRows.apply(x_TD, groups)  # type: ignore[return-value]
+
+
+def gather_rows(rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
+    """Weighted sum of each token's rows, `[T, D]` in the dtype of the weights (fp32 or fp64)."""
+    return _WeighedSum.apply(rows_SD, weights_TK, groups)  # type: ignore[return-value]
+
+
+class _CopyRows(torch.autograd.Function):
+    """Copies of rows, summed in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return rows_of_slots(x_TD, groups, x_TD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad_SD,) = grads
+        return sum_of_slots(grad_SD, ctx.groups, dtype=grad_SD.dtype), None
+
+
+class _WeighedSum(torch.autograd.Function):
+    """Sum y_t = sum_k w_tk row(slot_kt), accumulated in the dtype of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
+        weights_KT = weights_TK.T
+        if groups.kept_KT is not None:
+            weights_KT = weights_KT.masked_fill(~groups.kept_KT, 0.0)
+        ctx.save_for_backward(rows_SD, weights_KT)
+        ctx.groups = groups
+        if groups.backend == "triton":
+            from megacpp.kernels.experts import triton as experts_triton
+
+            return experts_triton.sum_of_slots(rows_SD, groups.slot_KT, groups.kept_KT, weights_KT)
+        y_TD = weights_KT.new_zeros(weights_KT.shape[1], rows_SD.shape[1])
+        for slot_T, w_T in zip(groups.slot_KT, weights_KT, strict=True) if len(rows_SD) else ():
+            y_TD.addcmul_(rows_SD.index_select(0, slot_T).to(y_TD.dtype), w_T[:, None])
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad_TD,) = grads
+        rows_SD, weights_KT = ctx.saved_tensors
+        groups: Groups = ctx.groups
+        w_S = weights_of_slots(weights_KT, groups)
+        if groups.backend == "triton":
+            from megacpp.kernels.experts import triton as experts_triton
+
+            given = grad_TD, groups.token_S, w_S, rows_SD
+            grad_SD, dot_S = experts_triton.spread_weighed(*given)
+            return grad_SD, copies_of_slots(dot_S, groups), None
+        grad_SD = grad_TD.index_select(0, groups.token_S)
+        grad_w_TK = copies_of_slots((rows_SD * grad_SD).sum(-1), groups)
+        return grad_SD.mul_(w_S[:, None]).to(rows_SD.dtype), grad_w_TK, None
