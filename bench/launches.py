@@ -7,8 +7,10 @@
 Blocks run eagerly, forward and backward under autocast in bf16, on tensors without values that take
 a GPU's paths. An operator that is no view and computes or copies is a launch, and so is each Triton
 kernel; empty memory is none. Bytes are those of an operator's arguments and results, so caches are
-not counted, nor what a Triton kernel or a library's kernel moves beyond them. An operator that a
-library answers with several kernels counts as one. Dims are those of nam56r_base, rows are whole.
+not counted, nor what a kernel moves beyond them. An operator that a
+library answers with several kernels counts as one. Groups of rows are made as on a GPU, where their
+number follows from shapes. RMSNorms are by Triton beside another backend than torch. Dims are those
+of nam56r_base, rows are whole.
 
 Legend: B rows, T tokens, D model.
 """
@@ -19,10 +21,11 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +33,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.gpu.tables import write_section
 from checkpointing.tracing.operators import ALLOCATORS, kind_of, tensors_in
+from megacpp.blocks.experts import module as experts
 from megacpp.config.presets import nam56r_base
 from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
+from megacpp.kernels.experts import rows as rows_of_experts
+from megacpp.kernels.experts.rows import group_rows
+from megacpp.kernels.experts.sizes import most_slots
 from megacpp.launch.record import git_commit
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
@@ -44,7 +51,9 @@ ROWS, TOKENS = 2, 4096
 # Kind of block, operation, backend.
 CASES = (
     ("A", "", ""),
+    ("A", "rms_norm", "triton"),
     ("F", "", ""),
+    ("F", "rms_norm", "triton"),
     ("E", "experts", "torch"),
     ("E", "experts", "triton"),
     ("M", "mamba3", "torch"),
@@ -55,7 +64,7 @@ CASES = (
     ("head", "cross_entropy", "torch"),
     ("head", "cross_entropy", "triton"),
 )
-EMPTY = {name for name in ALLOCATORS if "empty" in name}
+NO_KERNEL = {name for name in ALLOCATORS if "empty" in name} | {"_unsafe_view"}
 
 
 @dataclass
@@ -85,15 +94,23 @@ class LaunchCounter(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         kind = kind_of(func)
-        if not kind.view and kind.name not in EMPTY:
+        if not kind.view and kind.name not in NO_KERNEL:
             self.now.launches += 1
             self.now.bytes += sum(t.nbytes for t in tensors_in((args, kwargs or {}, (out,))))
         return out
 
-    def kernel(self, *_: Any, **__: Any) -> None:
-        """Count a Triton kernel in place of its launch."""
+    def _rms_norm(self, x: Tensor, _: Any, weight_D: Tensor, eps: float) -> tuple[Tensor, ...]:
+        """Return results of the operator, which is one kernel on a GPU and several on a CPU."""
+        found = torch.empty_like(x), torch.empty_like(x[..., :1])
+        self.now.launches += 1
+        self.now.bytes += sum(t.nbytes for t in (x, weight_D, *found))
+        return found
+
+    def kernel(self, *given: Any, **__: Any) -> None:
+        """Count a Triton kernel in place of its launch; its arguments are read or written once."""
         self.now.launches += 1
         self.now.triton += 1
+        self.now.bytes += sum({id(t): t.nbytes for t in tensors_in(given)}.values())
 
 
 @contextmanager
@@ -104,14 +121,16 @@ def counted() -> Iterator[LaunchCounter]:
     from megacpp.kernels.m2rnn import triton as m2rnn_triton
 
     counter = LaunchCounter()
-    with fake_tensors(memory=True, gpu=True), counter:
-        before = KernelInterface.__getitem__, m2rnn_triton.Launch._start
-        KernelInterface.__getitem__ = lambda *_: counter.kernel  # type: ignore[method-assign]
-        m2rnn_triton.Launch._start = counter.kernel  # type: ignore[method-assign]
-        try:
-            yield counter
-        finally:
-            KernelInterface.__getitem__, m2rnn_triton.Launch._start = before  # type: ignore[method-assign]
+    with fake_tensors(memory=True, gpu=True), counter, ExitStack() as stack:
+        for owner, name, instead in (
+            (KernelInterface, "__getitem__", lambda *_: counter.kernel),
+            (m2rnn_triton.Launch, "_start", counter.kernel),
+            (torch.ops.aten, "_fused_rms_norm", counter._rms_norm),
+            (experts, "group_rows", group_rows),
+            (rows_of_experts, "_slots", lambda sizes, *rest: most_slots(len(sizes), *rest)),
+        ):
+            stack.enter_context(patch.object(owner, name, instead))
+        yield counter
 
 
 def count(letter: str, operation: str, backend: str) -> tuple[Count, Count]:
@@ -126,7 +145,8 @@ def count(letter: str, operation: str, backend: str) -> tuple[Count, Count]:
     with torch.device("meta"):
         module = LanguageModelHead(model) if letter == "head" else Block(letter, model)
     if operation:
-        set_kernels(module, replace(PLAIN_KERNELS, **{operation: backend}))
+        norms = "torch" if backend == "torch" else "triton"
+        set_kernels(module, replace(PLAIN_KERNELS, **({"rms_norm": norms} | {operation: backend})))
     with counted() as counter:
         module.to_empty(device="cpu")
         x_BTD = torch.empty(ROWS, TOKENS, model.dim, dtype=torch.bfloat16, requires_grad=True)

@@ -28,6 +28,7 @@ from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.init import initialise
+from megacpp.model.norm import RMSNorm
 from megacpp.model.precision import compute_dtype
 from megacpp.run.kernel_check import agreement
 
@@ -51,7 +52,7 @@ def kernels(record: GpuRecord, wanted: list[str]) -> None:
     for name, operation in OPERATIONS.items():
         if wanted and name not in wanted:
             continue
-        if name not in LETTERS and name != "cross_entropy":
+        if name not in (*LETTERS, "cross_entropy", "rms_norm"):
             record.skip("kernels", name, "", "no block is known that does it")
             continue
         for backend in operation.backends:
@@ -102,6 +103,10 @@ def bench_of(name: str, config: Config, device: torch.device) -> Bench:
             return head(x_BTD, labels_BT).loss_sum / labels_BT.numel()
 
         return Bench(head, loss)
+    if name == "rms_norm":
+        norm = RMSNorm(model.dim, model.norm_eps).to(device)
+        initialise(norm, norm.init_rules(), seed=0)
+        return Bench(norm, lambda x_BTD, docs: norm(x_BTD))
     with torch.device("meta"):
         block = Block(LETTERS[name], model)
     block.to_empty(device=device)

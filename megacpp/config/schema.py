@@ -332,6 +332,10 @@ class KernelsConfig:
     cross_entropy: Literal["auto", "triton", "torch", "reference"] = setting(
         "auto", "Backend of head and loss (auto: the first that can run here)."
     )
+    rms_norm: Literal["auto", "triton", "torch", "reference"] = setting(
+        "auto",
+        "Backend of RMSNorms outside of compiled blocks (auto: the first that can run here).",
+    )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ class Kernels:
     gated_delta_rule: str = "torch"
     experts: str = "torch"
     cross_entropy: str = "torch"
+    rms_norm: str = "torch"
 
 
 # Default of every module: backends that run everywhere.

@@ -128,20 +128,26 @@ class _CausalConv(torch.autograd.Function):
             y_BTC = _summed(x_BTC, weight_KC, ctx.keep, ctx.dilation)
             dy_BTC = torch.ops.aten.silu_backward(dy_BTC, y_BTC)
         dx_BTC = dy_BTC * weight_KC[-1]
-        dweight_KC = torch.zeros_like(weight_KC)
-        dweight_KC[-1] = _dot(x_BTC, dy_BTC)
-        for j in range(1, _reach(x_BTC, weight_KC, ctx.dilation)):
+        reached = _reach(x_BTC, weight_KC, ctx.dilation)
+        make = torch.empty_like if reached == len(weight_KC) else torch.zeros_like
+        dweight_KC = make(weight_KC)
+        dy_BTC = wide(dy_BTC)  # once, not in each product
+        _dot(x_BTC, dy_BTC, dweight_KC[-1])
+        for j in range(1, reached):
             lag = j * ctx.dilation
             dlater_BTC = _masked(dy_BTC[:, lag:], ctx.keep, j)
             dx_BTC[:, :-lag].addcmul_(dlater_BTC, weight_KC[-1 - j])
-            dweight_KC[-1 - j] = _dot(x_BTC[:, :-lag], dlater_BTC)
+            _dot(x_BTC[:, :-lag], dlater_BTC, dweight_KC[-1 - j])
         dweight_C1K = dweight_KC.t()[:, None].to(weight_C1K.dtype)
         return dx_BTC.to(x_BTC.dtype), dweight_C1K, None, None, None
 
 
 def _taps(weight_C1K: Tensor, x_BTC: Tensor) -> Tensor:
     """Return the weight in the dtype of the sums, `[K, C]`: channels side by side, as in x."""
-    return wide(weight_C1K[:, 0].t().to(x_BTC.dtype)).contiguous()  # narrow, as FSDP2 gathers it
+    weight_KC = weight_C1K[:, 0].t()
+    # Narrow at first, as FSDP2 gathers it.
+    narrow_KC = weight_KC.to(x_BTC.dtype, memory_format=torch.contiguous_format)
+    return wide(narrow_KC).contiguous()
 
 
 def _summed(x_BTC: Tensor, weight_KC: Tensor, keep: list[Tensor] | None, dilation: int) -> Tensor:
@@ -173,8 +179,8 @@ def _reach(x_BTC: Tensor, weight_KC: Tensor, dilation: int) -> int:
     return min(weight_KC.shape[0], (x_BTC.shape[1] - 1) // dilation + 1)
 
 
-def _dot(a_BTC: Tensor, b_BTC: Tensor) -> Tensor:
-    return (wide(a_BTC) * b_BTC).sum((0, 1))
+def _dot(a_BTC: Tensor, b_BTC: Tensor, out_C: Tensor) -> None:
+    torch.sum(a_BTC * b_BTC, (0, 1), out=out_C)
 
 
 def _activate(y: Tensor, activation: Activation) -> Tensor:

@@ -16,7 +16,7 @@ from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.model.fp32 import wide
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, backend: str = "torch") -> Tensor:
     """Return x / rms(x) * weight in the dtype of `x`, computed in fp32 or wider (arXiv 1910.07467).
 
     Autograd alone would save x and x / rms(x) in fp32, four times as much in bf16. The compiler
@@ -27,11 +27,12 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         x: `[..., D]`.
         weight_D: factors.
         eps: added to the mean square.
+        backend: of `rms_norm` (megacpp/kernels/selection.py).
     """
     dtype = autocast_dtype(x) or x.dtype
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or backend == "reference":
         return rms_norm_reference(x, weight_D, eps, dtype)
-    return _RMSNorm.apply(x, weight_D, eps, dtype)  # type: ignore[return-value]
+    return _RMSNorm.apply(x, weight_D, eps, dtype, backend)  # type: ignore[return-value]
 
 
 def rms_norm_reference(
@@ -52,21 +53,33 @@ class _RMSNorm(torch.autograd.Function):
     """RMSNorm with n = x / rms: dw = sum dy n and dx = (dy w - n mean(dy w n)) / rms."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, *how: Any) -> Tensor:
+        eps, dtype, ctx.backend = how
+        if ctx.backend == "triton":
+            from megacpp.kernels import triton_rms_norm
+
+            y, rstd = triton_rms_norm.forward(x, weight_D, eps, dtype)
+            ctx.save_for_backward(x, weight_D, rstd)
+            return y
         y, rstd = torch.ops.aten._fused_rms_norm(wide(x), weight_D.shape, weight_D, eps)
         ctx.save_for_backward(x, weight_D, rstd)
         return y.to(dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_D, rstd = ctx.saved_tensors
         need_x, need_weight = needs_input_grad_now(ctx)[:2]
+        if ctx.backend == "triton":
+            from megacpp.kernels import triton_rms_norm
+
+            found = triton_rms_norm.backward(dy, x, weight_D, rstd, (need_x, need_weight))
+            return *found, None, None, None
         # A row whose squares overflow comes out as zeros: its gradient must not pass for one.
         rstd = rstd.masked_fill(rstd == 0, float("nan"))
         gradients = _fused_gradients if x.is_cuda else _gradients
         dx, dw_D = gradients(wide(dy), wide(x), weight_D, rstd, (need_x, need_weight))
-        return dx if dx is None else dx.to(x.dtype), dw_D, None, None
+        return dx if dx is None else dx.to(x.dtype), dw_D, None, None, None
 
 
 def _fused_gradients(

@@ -22,6 +22,7 @@ from megacpp.kernels.support import (
     always,
     dotted,
     experts_triton,
+    rms_norm_triton,
     triton_kernels,
     whole_rows,
     whole_vocabulary,
@@ -164,6 +165,15 @@ OPERATIONS: dict[str, Operation] = {
             Backend("triton", "chunks of tokens, two passes over their logits", triton_kernels),
             Backend("torch", "chunks of tokens, elementwise passes by torch", always),
             _definition("logits of all tokens under autograd", whole_vocabulary),
+        ),
+    ),
+    "rms_norm": Operation(
+        "x / rms(x) * weight, computed in fp32",
+        "",
+        (
+            Backend("triton", "one pass over memory each way", rms_norm_triton),
+            Backend("torch", "torch's fused operator in fp32, casts around it", always),
+            _definition("torch's operator under autograd"),
         ),
     ),
 }

@@ -43,6 +43,11 @@ def experts_triton(config: Config, host: Host) -> str | None:
     return triton_kernels(config, host) or wide_numbers(host)
 
 
+def rms_norm_triton(config: Config, host: Host) -> str | None:
+    """Return why RMSNorm's Triton kernels can't run; None: they can."""
+    return triton_kernels(config, host) or wide_numbers(host)
+
+
 def wide_numbers(host: Host) -> str | None:
     """Return why kernels with fp32 inside can't run; None: they can."""
     return "computes in fp32 (precision.dtype=fp64)" if host.dtype == "fp64" else None

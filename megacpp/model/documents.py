@@ -226,16 +226,3 @@ def documents_of(x_BTD: Tensor, docs: Documents | None) -> Documents:
     return (
         docs if docs is not None else Documents.rows(x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
     )
-
-
-def document_lengths(docs: Documents) -> tuple[Tensor, Tensor]:
-    """Return number and length of the document of every token of the flat batch, `[T]` each."""
-    return docs.memo("document_lengths", lambda: _document_lengths(docs))
-
-
-def _document_lengths(docs: Documents) -> tuple[Tensor, Tensor]:
-    starts_BT = docs.starts_BT
-    starts_BT[:, 0] = True  # a row that is a slice may begin inside a document
-    document_T = starts_BT.flatten().cumsum(0) - 1
-    length_T = torch.zeros_like(document_T).scatter_(0, document_T, 1, reduce="add")
-    return document_T, length_T.index_select(0, document_T)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.rms_norm import rms_norm
 from megacpp.model.fp32 import Fp32Contract, wide
 from megacpp.model.init import Constant, Rule
@@ -17,6 +18,8 @@ class RMSNorm(Fp32Contract):
     Input and output `(..., dim)` in the dtype of `x`; under autocast the output in its dtype.
     """
 
+    kernels: Kernels = PLAIN_KERNELS
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.dim, self.eps = dim, eps
@@ -24,7 +27,7 @@ class RMSNorm(Fp32Contract):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the RMS norm of `x` `[..., dim]`, in its dtype."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.kernels.rms_norm)
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of the weight: ones."""
@@ -34,6 +37,8 @@ class RMSNorm(Fp32Contract):
 class Normalise(nn.Module):
     """RMSNorm over a last dim that this process holds whole."""
 
+    kernels: Kernels = PLAIN_KERNELS
+
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return the RMS norm of `x` over its last dim, in the dtype of `x`.
 
@@ -42,7 +47,7 @@ class Normalise(nn.Module):
             weight: `[dim]`.
             eps: added to the mean square.
         """
-        return rms_norm(x, weight, eps)
+        return rms_norm(x, weight, eps, self.kernels.rms_norm)
 
 
 class NormOverHeads(RMSNorm):

@@ -27,6 +27,7 @@ from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.init import initialise
+from megacpp.model.norm import RMSNorm
 from megacpp.model.precision import compute_dtype
 
 SHORT = (1, 256)  # rows and tokens: two chunks of most scans, a few documents
@@ -188,7 +189,7 @@ def agreement(
 
 
 def case_of(name: str, model: ModelConfig, device: torch.device, seed: int = 0) -> Case:
-    """Return the mixer of a block (or the head) with the weights of a fresh run.
+    """Return the mixer of a block (or the head, or a norm) with the weights of a fresh run.
 
     Args:
         name: operation.
@@ -198,7 +199,10 @@ def case_of(name: str, model: ModelConfig, device: torch.device, seed: int = 0) 
     """
     letter = OPERATIONS[name].letters
     with torch.device("meta"):
-        module = Block(letter, model) if letter else LanguageModelHead(model)
+        if name == "rms_norm":
+            module = RMSNorm(model.dim, model.norm_eps)
+        else:
+            module = Block(letter, model) if letter else LanguageModelHead(model)
     module.to_empty(device=device)
     initialise(module, module.init_rules(), seed=seed)
     for key, parameter in module.named_parameters():
@@ -206,6 +210,8 @@ def case_of(name: str, model: ModelConfig, device: torch.device, seed: int = 0) 
             nn.init.constant_(parameter, 0.01)
     if isinstance(module, Block):  # without its residual, for the same reason
         return Case(module.mixer, lambda x_BTD, docs: module.mixer(x_BTD, docs), model.dim)
+    if isinstance(module, RMSNorm):
+        return Case(module, lambda x_BTD, docs: module(x_BTD), model.dim)
 
     def loss(x_BTD: Tensor, docs: Documents) -> Tensor:
         labels_BT = (docs.positions_BT * 31 + docs.ids_BT) % model.vocab_size

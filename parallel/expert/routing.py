@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from megacpp.blocks.experts.router import Router
-from megacpp.model.documents import Documents, document_lengths
+from megacpp.model.auxiliary import document_lengths
+from megacpp.model.documents import Documents
 from parallel.collectives import all_sum_plain, gather_plain
 
 

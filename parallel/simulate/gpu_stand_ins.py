@@ -37,6 +37,7 @@ TRACED = {
     "m2rnn": ("triton",),
     "experts": ("triton",),
     "cross_entropy": ("triton",),
+    "rms_norm": ("triton",),
 }
 document_tokens = DOCUMENT
 

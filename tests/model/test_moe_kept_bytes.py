@@ -27,7 +27,8 @@ from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.experts import fp8 as fp8_products
-from megacpp.model.documents import Documents, document_lengths
+from megacpp.model.auxiliary import document_lengths
+from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
 from megacpp.model.recompute import PLAIN
 from megacpp.model.regions import Region

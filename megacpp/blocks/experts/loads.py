@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megacpp.model.documents import Documents, document_lengths
+from megacpp.model.auxiliary import document_lengths
+from megacpp.model.documents import Documents
 
 
 class BatchLoad(nn.Module):

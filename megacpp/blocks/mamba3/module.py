@@ -222,5 +222,5 @@ class Mamba3(Fp32Contract):
             positive = F.softplus(a)
         else:  # 1 + a for a >= 0, else 1 / (1 - a): slope and value continuous, slow to reach 0
             above = F.relu(a)  # a.clamp(max=0) has no slope at 0 from torch 2.15 on
-            positive = above + 1.0 / (1.0 - (a - above))
+            positive = above + (1.0 - (a - above)).reciprocal()
         return -positive.clamp(min=self.mamba.a_floor)

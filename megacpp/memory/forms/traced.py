@@ -148,7 +148,8 @@ def _layers_request(own: LocalShapes, part: TracedPart) -> BlockRequest:
     if own.compiled:
         whole = compiled_budget(config.recompute, config.model)
         policy["activation_memory_budget"] = 1.0 if part.last else whole
-    few = _config(sizes, model, {**mesh, "cp": cp}, policy, {need.kernel for need in needs} - {""})
+    kernels = {need.kernel for need in needs} - {""} | {"rms_norm"}
+    few = _config(sizes, model, {**mesh, "cp": cp}, policy, kernels)
     if own.fp8 & {kind[0] for kind in part.chain}:
         fp8 = replace(config.precision, dtype=few.precision.dtype, fp8_ends=0)
         few = replace(few, precision=replace(fp8, fp8_layers="".join(sorted(own.fp8))))
@@ -190,7 +191,7 @@ def _outer_request(own: LocalShapes, chain: tuple[str, ...]) -> BlockRequest:
     mesh = {"cp": own.cp, "cp_order": config.mesh.cp_order}
     if ahead:
         mesh["cp_attention"] = config.mesh.cp_attention
-    kernels = {"attention", "cross_entropy"} if ahead else {"cross_entropy"}
+    kernels = {"cross_entropy", "rms_norm", *(["attention"] if ahead else [])}
     few = _config(own, model, mesh, _fields(config.recompute, {"mtp"}), kernels)
     few = replace(few, train=replace(few.train, compile="off"))
     same, frozen = (own.tokens,), own.warms_up

@@ -1,0 +1,58 @@
+"""RMSNorm's Triton kernels: in the interpreter, to machine code without a GPU, and on one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+CASES = "tests/model/rms_norm_triton_cases.py"
+
+
+def run(**more: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", CASES],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("width", [64, 3584])
+def test_compiles_without_a_gpu(width: int, capability: int) -> None:
+    """bf16 rows, weights in fp32, to machine code of each kind of GPU."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megacpp.kernels import triton_rms_norm as kernels
+
+    fixed = kernels._shape(torch.empty(1, width))
+    options, target = {"num_warps": fixed.pop("num_warps")}, GPUTarget("cuda", capability, 32)
+    wide = {name: "*fp32" for name in ("weight", "rstd", "part")} | {"eps": "fp32"}
+    kinds = wide | {name: "*bf16" for name in ("x", "y", "dy", "dx")}
+    for kernel in (kernels._forward_kernel, kernels._backward_kernel):
+        constants = fixed | {"DX": True, "DW": True}
+        constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+        of = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
+        made = triton.compile(ASTSource(kernel, of, constants), target=target, options=options)
+        assert made.asm["cubin"] and made.metadata.shared < 32768
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu() -> None:
+    run()
