@@ -50,7 +50,7 @@ def backward(
         dy: gradient of the result, `[..., D]`.
         x: `[..., D]`.
         weight_D: factors.
-        rstd: 1 / rms of each row, `[..., 1]`; the gradient of a row with 0, which overflowed, is NaN.
+        rstd: 1 / rms of each row, `[..., 1]`; a row with 0 overflowed: NaN.
         needed: of which of the two.
     """
     dx, rows = (
