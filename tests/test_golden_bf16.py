@@ -50,7 +50,8 @@ def test_golden_data_in_bf16(case: Case, request: pytest.FixtureRequest) -> None
 
 def test_every_backend_is_there() -> None:
     found = {(case.operation, case.backend) for case in cases()}
-    assert found == {(name, b.name) for name, op in OPERATIONS.items() for b in op.backends}
+    named = {name: op for name, op in OPERATIONS.items() if name != "rms_norm"}  # torch's operator
+    assert found == {(name, b.name) for name, op in named.items() for b in op.backends}
 
 
 @pytest.mark.skipif(find_spec("mamba_ssm") is None, reason="not installed: mamba_ssm")

@@ -118,7 +118,7 @@ def given(
     bench: Bench, shape: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Documents, Tensor]:
     """Return input, documents, and the gradient of a block's output."""
-    dim = next(p for p in bench.module.parameters() if p.ndim >= 2).shape[-1]
+    dim = max(bench.module.parameters(), key=lambda p: p.ndim >= 2).shape[-1]
     if isinstance(bench.module, Block):
         dim = bench.module.norm.weight.shape[-1]
     g = torch.Generator().manual_seed(0)

@@ -186,8 +186,8 @@ def cases() -> list[Case]:
     """All of the table: a backend that is new is in it."""
     return [
         Case(name, backend.name, path.stem)
-        for name, operation in OPERATIONS.items()
-        for backend in operation.backends
+        for name in FILES
+        for backend in OPERATIONS[name].backends
         for path in sorted(DATA.glob(f"{FILES[name]}.safetensors"))
         if ONLY.get(backend.name, "") in path.stem
     ]
