@@ -39,6 +39,7 @@ NEVER = (
     "megacpp.kernels.gated_delta_rule.library",
     "megacpp.kernels.m2rnn.triton",
     "megacpp.kernels.mamba3.library",
+    "megacpp.kernels.triton_rms_norm",
     "megacpp.blocks.attention.sparse:freeze_all_but_indexers",
     "megacpp.blocks.mtp.module",
     "megacpp.blocks.top.module",
