@@ -202,10 +202,11 @@ def balanced_rows(
     if expert_TK.is_cuda:
         copies = T * K if expected is None else T * min(K, num_experts)
         slots = most_slots(num_experts, copies, multiple)
+    slot_KT = new(T * K).view(T, K).T
     if expected is None:
-        return Groups(new(T, K).T, new(slots), new(num_experts))
-    kept_KT = new(T, K, dtype=torch.bool).T
-    return Groups(new(T, K).T, new(slots + 1)[:-1], new(num_experts + 1), kept_KT)
+        return Groups(slot_KT, new(slots), new(num_experts))
+    kept_KT = new(T * K, dtype=torch.bool).view(T, K).T
+    return Groups(slot_KT, new(slots + 1)[:-1], new(num_experts + 1), kept_KT)
 
 
 @dataclass(frozen=True)
