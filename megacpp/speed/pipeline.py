@@ -210,8 +210,8 @@ def actions_of(actions: Actions, name: str, stages: int, ranks: int, microbatche
 
 def spans_of(
     actions: Actions, stages: Sequence[StageTime], send: float
-) -> tuple[list[tuple[StageAction, float, float]], float]:
-    """Return action, start and seconds of the rank that has most to do; and the end of all ranks.
+) -> list[list[tuple[StageAction, float, float]]]:
+    """Return action, start and seconds of all that each rank does, in order.
 
     Args:
         actions: of each rank, in order.
@@ -219,18 +219,12 @@ def spans_of(
         send: see `simulate`.
     """
     order, lengths = ordered(actions), _lengths(stages)
-    ends = _ends(order, lengths, send)
-    busy: dict[int, float] = {}
-    for one in order:
-        busy[one.rank] = busy.get(one.rank, 0.0) + lengths[one.stage][one.part]
-    rank = max(busy, key=lambda r: busy[r])
-    own = iter(actions[rank])
-    found = []
-    for one, end in zip(order, ends, strict=True):
-        if one.rank == rank:
-            length = lengths[one.stage][one.part]
-            found.append((next(own), end - length, length))
-    return found, max(ends)
+    waiting = [iter(own) for own in actions]
+    found: list[list[tuple[StageAction, float, float]]] = [[] for _ in actions]
+    for one, end in zip(order, _ends(order, lengths, send), strict=True):
+        length = lengths[one.stage][one.part]
+        found[one.rank].append((next(waiting[one.rank]), end - length, length))
+    return found
 
 
 def _run(order: Sequence[OrderedAction], stages: Sequence[StageTime], send: float) -> float:

@@ -53,7 +53,9 @@ def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[StreamSpan]:
                              step.microbatches)  # fmt: skip
         kinds = {"F": "forward", "B": "backward", "I": "backward (inputs)",
                  "W": "backward (weights)"}  # fmt: skip
-        own, end = spans_of(actions, times, send)
+        ranks = spans_of(actions, times, send)
+        own = max(ranks, key=lambda spans: sum(length for *_, length in spans))
+        end = max(at + length for spans in ranks for _, at, length in spans)
         found = [
             StreamSpan(
                 COMPUTE, f"{kinds[a.kind]} stage {a.stage} microbatch {a.microbatch}", at, length
