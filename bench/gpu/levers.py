@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.gpu.calibrate import calibrate
 from bench.gpu.clock import fresh, median_s
-from bench.gpu.kernels import bench_of, rows_of, seconds
+from bench.gpu.kernels import rows_of, seconds
 from bench.gpu.models import config_of
 from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import hybrid, ready
@@ -28,6 +28,7 @@ from megacpp.kernels.chosen import host_of
 from megacpp.kernels.linear_cross_entropy.chunked import linear_cross_entropy
 from megacpp.kernels.selection import OPERATIONS
 from megacpp.model.precision import compute_dtype
+from megacpp.run.kernel_check import case_of
 from megacpp.speed.hardware import Rates, gpu
 from megacpp.speed.ours import step_work
 from megacpp.speed.step import predict
@@ -104,8 +105,8 @@ def tune_siso(record: GpuRecord) -> None:
     dtype = compute_dtype(config.precision, record.device)
 
     def run() -> Iterator[Row]:
-        began, bench = time.monotonic(), bench_of("mamba3", config, record.device)
-        row = seconds(bench, "mamba3", backend.name, shape, dtype, record.device, record.tiny)
+        began, case = time.monotonic(), case_of("mamba3", config.model, record.device, whole=True)
+        row = seconds(case, "mamba3", backend.name, shape, dtype, record.device, record.tiny)
         yield row | {"seconds": time.monotonic() - began}
 
     record.attempt("levers", "tune SISO", "", run)
@@ -222,8 +223,8 @@ def r_rows(record: GpuRecord) -> None:
         shape = (rows, 16 if record.tiny else 4096)
 
         def run(shape: tuple[int, int] = shape) -> Iterator[Row]:
-            bench = bench_of("m2rnn", config, device)
-            found = seconds(bench, "m2rnn", backend.name, shape, dtype, device, record.tiny)
+            case = case_of("m2rnn", config.model, device, whole=True)
+            found = seconds(case, "m2rnn", backend.name, shape, dtype, device, record.tiny)
             yield found | {"ms": found["both_ms"]}
 
         record.attempt("levers", "R", f"{backend.name}, {rows} rows", run)

@@ -22,6 +22,7 @@ from megacpp.memory.estimate import MemoryEstimate
 from megacpp.model.documents import Documents
 from megacpp.model.pattern import block_letters
 from megacpp.model.precision import compute_dtype
+from megacpp.run.kernel_check import packed_documents
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from optim.muon_adamw import MuonAdamW
@@ -194,15 +195,8 @@ def made_up(config: Config, packed: bool, seed: int = 0) -> Batch:
     g = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(config.model.vocab_size, shape, generator=g)
     labels_BT = torch.randint(config.model.vocab_size, shape, generator=g)
-    docs = packed_documents(B, T) if packed else Documents.rows(B, T)
+    docs = packed_documents(B, T, DOCUMENTS) if packed else Documents.rows(B, T)
     return Batch(ids_BT, labels_BT, docs, B * T, B * T, tuple(range(B)))
-
-
-def packed_documents(rows: int, tokens: int) -> Documents:
-    """Return documents of uneven lengths, different in each row."""
-    t_T = torch.arange(tokens)
-    cuts_BT = [(t_T * DOCUMENTS + b * 7) // tokens for b in range(rows)]
-    return Documents.from_ids(torch.stack(cuts_BT))
 
 
 def expected(config: Config, device: torch.device) -> MemoryEstimate:

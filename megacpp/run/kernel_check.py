@@ -188,7 +188,9 @@ def agreement(
     return Agreement(name, backend.name, None, *errors, BOUNDS[dtype])
 
 
-def case_of(name: str, model: ModelConfig, device: torch.device, seed: int = 0) -> Case:
+def case_of(
+    name: str, model: ModelConfig, device: torch.device, seed: int = 0, whole: bool = False
+) -> Case:
     """Return the mixer of a block (or the head, or a norm) with the weights of a fresh run.
 
     Args:
@@ -196,6 +198,7 @@ def case_of(name: str, model: ModelConfig, device: torch.device, seed: int = 0) 
         model: settings of the model.
         device: device of the module.
         seed: seed of the weights.
+        whole: the block around the mixer, too.
     """
     letter = OPERATIONS[name].letters
     with torch.device("meta"):
@@ -205,13 +208,14 @@ def case_of(name: str, model: ModelConfig, device: torch.device, seed: int = 0) 
             module = Block(letter, model) if letter else LanguageModelHead(model)
     module.to_empty(device=device)
     initialise(module, module.init_rules(), seed=seed)
-    for key, parameter in module.named_parameters():
-        if key == "mixer.D":  # the skip connection would hide the recurrence's output
-            nn.init.constant_(parameter, 0.01)
-    if isinstance(module, Block):  # without its residual, for the same reason
-        return Case(module.mixer, lambda x_BTD, docs: module.mixer(x_BTD, docs), model.dim)
+    if isinstance(module, Block) and not whole:  # the residual would hide the mixer's output
+        module = module.mixer
+        if hasattr(module, "D"):  # and the skip connection that of the recurrence
+            nn.init.constant_(module.D, 0.01)
     if isinstance(module, RMSNorm):
         return Case(module, lambda x_BTD, docs: module(x_BTD), model.dim)
+    if letter:
+        return Case(module, module, model.dim)
 
     def loss(x_BTD: Tensor, docs: Documents) -> Tensor:
         labels_BT = (docs.positions_BT * 31 + docs.ids_BT) % model.vocab_size
