@@ -69,17 +69,12 @@ def compare(row: dict[str, Any], constants: dict[Key, Rates]) -> Compared:
         if not float(row.get("step_s") or 0) > 0:
             return Compared(row, None, reason="no measured step")
         step, machine, notes = step_of(row)
-        rates = rates_for(key_of(row), constants)
+        rates = constants.get(key_of(row), Rates())  # 1.0: the figures of hardware.json
         return Compared(row, predict(step, machine, rates), tuple(notes))
     except UnknownRowError as error:
         return Compared(row, None, reason=str(error))
     except (ArithmeticError, LookupError, TypeError, ValueError, AssertionError) as error:
         return Compared(row, None, reason=f"{type(error).__name__}: {error}")
-
-
-def rates_for(key: Key, constants: dict[Key, Rates]) -> Rates:
-    """Return the constants of a GPU and family; without fitted rows those of hardware.json."""
-    return constants.get(key, Rates())
 
 
 def fit(rows: Iterable[dict[str, Any]]) -> dict[Key, Rates]:
@@ -111,17 +106,7 @@ def _fitted(key: Key, rows: Sequence[dict[str, Any]]) -> Rates:
 
 def ranks(values: Sequence[float]) -> list[float]:
     """Return the rank of each value; equal ones share their mean rank."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    found = [0.0] * len(values)
-    at = 0
-    while at < len(order):
-        end = at
-        while end + 1 < len(order) and values[order[end + 1]] == values[order[at]]:
-            end += 1
-        for i in order[at : end + 1]:
-            found[i] = (at + end) / 2
-        at = end + 1
-    return found
+    return [(sum(v < x for v in values) + sum(v <= x for v in values) - 1) / 2 for x in values]
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
