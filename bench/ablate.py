@@ -16,28 +16,26 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.variant_runs import ROOT, VariantRun, train, words
 from megacpp.config.arguments import flatten
 from megacpp.config.presets import TINY_FEATURES, tiny, tiny_full
 from megacpp.config.schema import ModelConfig
 
 RECORD = ROOT / "docs/ablation.json"
-RUNS = ROOT / "runs/ablation"
 BASE, ALL, MIMO = "base", "all", "mimo"
 SEEDS, STEPS, EVAL_ROWS = 3, 50, 64
 SHARED = 96  # width of the shared expert beside MIMO: as many parameters as the base, to 0.04 %
@@ -47,33 +45,23 @@ PARTS = 10  # of a run, each with its mean loss: the curve
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
-@dataclass(frozen=True)
-class AblationRun:
+class AblationRun(VariantRun):
     """Training run of one variant and seed."""
 
-    variant: str
-    seed: int
-    steps: int
-    eval_rows: int
+    RUNS = ROOT / "runs/ablation"
 
-    @property
-    def folder(self) -> Path:
-        """Folder of the run."""
-        return RUNS / f"{self.variant}-{self.seed}"
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the variant."""
+        return flags_of(self.variant)
 
-    def command(self) -> list[str]:
-        """Return the command of the run."""
-        settings = {
-            "run.dir": self.folder,
-            "run.seed": self.seed,
-            "run.steps": self.steps,
-            "run.eval_rows": self.eval_rows,
-            "run.sample_tokens": 1,
-            "run.tensorboard": False,
-            "checkpoint.every": 0,
-            "memory.calibration": "",
+    def figures(self, steps: list[dict[str, Any]], last: dict[str, Any]) -> dict[str, Any]:
+        """Return held-out bits per byte and loss, speed, and the curve."""
+        return {
+            "bits_per_byte": last["bits_per_byte"],
+            "loss": last["loss"],
+            "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps[WARM:]),
+            "losses": curve_of([step["loss"] for step in steps]),
         }
-        return [sys.executable, "train.py", "tiny", *_words(flags_of(self.variant) | settings)]
 
 
 def variants() -> list[str]:
@@ -103,36 +91,6 @@ def flags_of(variant: str) -> dict[str, Any]:
     before = flatten(base)
     after = flatten(replace(base, model=model_of(variant)))
     return {key: value for key, value in after.items() if value != before[key]}
-
-
-def train(run: AblationRun) -> dict[str, Any]:
-    """Return the figures of a run; run it unless they are stored."""
-    found = run.folder / "ablation.json"
-    if found.exists():
-        old = json.loads(found.read_text())
-        if old["command"] == run.command()[1:]:
-            return old
-    began = time.perf_counter()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(run.command(), cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{run.variant}, seed {run.seed}: {done.stderr.strip()[-600:]}")
-    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").open()]
-    last = json.loads((run.folder / "evaluations.jsonl").read_text().splitlines()[-1])
-    figures = {
-        "command": run.command()[1:],
-        "variant": run.variant,
-        "seed": run.seed,
-        "bits_per_byte": last["bits_per_byte"],
-        "loss": last["loss"],
-        "tokens": sum(step["tokens"] for step in steps),
-        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps[WARM:]),
-        "skipped": sum(step["skipped"] for step in steps),
-        "losses": curve_of([step["loss"] for step in steps]),
-        "wall_s": time.perf_counter() - began,
-    }
-    found.write_text(json.dumps(figures, indent=1))
-    return figures
 
 
 def curve_of(losses: list[float]) -> list[float]:
@@ -172,7 +130,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             )
     return {
         "machine": f"{platform.processor() or platform.machine()}, {options.jobs} runs at a time",
-        "torch": _torch_version(),
+        "torch": version("torch"),
         "steps": options.steps,
         "tokens": runs[0]["tokens"],
         "eval_rows": options.eval_rows,
@@ -188,7 +146,7 @@ def model_figures(variant: str) -> dict[str, int]:
     from megacpp.model.count import count_parameters
     from megacpp.model.flops import train_flops_per_token
 
-    config = parse_run(["tiny", *_words(flags_of(variant)), "--train.device=cpu"], 1).config
+    config = parse_run(["tiny", *words(flags_of(variant)), "--train.device=cpu"], 1).config
     count = count_parameters(config.model)
     return {
         "parameters": count.total,
@@ -269,16 +227,6 @@ def table(record: dict[str, Any]) -> str:
             f"| {own['peak_bytes'] / 2**20:.0f} MiB |"
         )
     return "\n".join(rows)
-
-
-def _words(flags: dict[str, Any]) -> list[str]:
-    return [f"--{key}={value}" for key, value in flags.items()]
-
-
-def _torch_version() -> str:
-    from importlib.metadata import version
-
-    return version("torch")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,22 +18,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.variant_runs import ROOT, VariantRun, train
 
 RECORD = ROOT / "docs/precision.json"
-RUNS = ROOT / "runs/precision"
 SEEDS, STEPS, TAIL = 3, 300, 50
 BASE = "fp32"
 # Every kind of block, those of FP8 between the two that it leaves alone; 0.7M parameters, so that
@@ -82,63 +81,23 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-@dataclass(frozen=True)
-class PrecisionRun:
+class PrecisionRun(VariantRun):
     """Training run of one variant and seed."""
 
-    variant: str
-    seed: int
-    steps: int
+    RUNS = ROOT / "runs/precision"
 
-    @property
-    def folder(self) -> Path:
-        """Folder of the run."""
-        return RUNS / f"{self.variant.replace(' ', '-')}-{self.seed}"
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the variant."""
+        return MODEL | VARIANTS[self.variant].settings
 
-    def command(self) -> list[str]:
-        """Return the command of the run."""
-        settings = {
-            "run.dir": self.folder,
-            "run.seed": self.seed,
-            "run.steps": self.steps,
-            "run.eval_rows": 256,
-            "run.sample_tokens": 1,
-            "run.tensorboard": False,
-            "checkpoint.every": 0,
-            "memory.calibration": "",
+    def figures(self, steps: list[dict[str, Any]], last: dict[str, Any]) -> dict[str, Any]:
+        """Return held-out loss, the loss of each step, the loss scale and the time of a step."""
+        return {
+            "held_out": last["loss"],
+            "losses": [round(step["loss"], 5) for step in steps],
+            "loss_scales": [steps[0].get("loss_scale"), steps[-1].get("loss_scale")],
+            "step_s": statistics.median(step["step_s"] for step in steps),
         }
-        flags = MODEL | settings | VARIANTS[self.variant].settings
-        words = [f"--{key}={value}" for key, value in flags.items()]
-        return [sys.executable, "train.py", "tiny", *words]
-
-
-def train(run: PrecisionRun) -> dict[str, Any]:
-    """Return the figures of a run; run it unless they are stored."""
-    found = run.folder / "precision.json"
-    if found.exists():
-        old = json.loads(found.read_text())
-        if old["command"] == run.command()[1:]:
-            return old
-    began, environment = time.perf_counter(), {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(run.command(), cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{run.variant}, seed {run.seed}: {done.stderr.strip()[-600:]}")
-    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").open()]
-    held_out = json.loads((run.folder / "evaluations.jsonl").read_text().splitlines()[-1])
-    figures = {
-        "command": run.command()[1:],
-        "variant": run.variant,
-        "seed": run.seed,
-        "held_out": held_out["loss"],
-        "losses": [round(step["loss"], 5) for step in steps],
-        "skipped": sum(step["skipped"] for step in steps),
-        "loss_scales": [steps[0].get("loss_scale"), steps[-1].get("loss_scale")],
-        "tokens": sum(step["tokens"] for step in steps),
-        "step_s": statistics.median(step["step_s"] for step in steps),
-        "wall_s": time.perf_counter() - began,
-    }
-    found.write_text(json.dumps(figures))
-    return figures
 
 
 def plan(options: argparse.Namespace) -> list[PrecisionRun]:
@@ -165,8 +124,8 @@ def stored(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _made_with(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "machine": platform.processor() or platform.machine(),
-        "torch": _version("torch"),
-        "torchao": _version("torchao"),
+        "torch": version("torch"),
+        "torchao": version("torchao"),
         "steps": options.steps,
     }
 
@@ -281,12 +240,6 @@ def table(record: dict[str, Any]) -> str:
             f"| {' | '.join(compared)} | {line.apart:.4f} | {line.skipped} |"
         )
     return "\n".join(rows)
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
