@@ -11,7 +11,6 @@ function of the step, so a resumed run needs only its number.
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
@@ -22,7 +21,7 @@ from megacpp.config.schema import Config
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Microbatches, rows and tokens of every optimizer step (the first is 0).
+    """Microbatches and rows of every optimizer step (the first is 0).
 
     Attributes:
         rows_per_microbatch: rows of one microbatch over all data ranks.
@@ -58,26 +57,6 @@ class BatchSchedule:
     def rows(self, step: int) -> range:
         """Return the global rows of a step; the next step continues at their end."""
         return range(self.rows_before(step), self.rows_before(step + 1))
-
-    def tokens_before(self, step: int, seq_len: int) -> int:
-        """Return the tokens of all earlier steps."""
-        return self.rows_before(step) * seq_len
-
-    def steps_for_tokens(self, tokens: int, seq_len: int) -> int:
-        """Return the smallest number of steps that take at least `tokens`."""
-        micro = -(-tokens // (self.rows_per_microbatch * seq_len))
-        before = self._warmup_microbatches
-        if micro <= before[-1]:
-            return bisect_left(before, micro)
-        return self.warmup_steps - (before[-1] - micro) // self.grad_accum
-
-    def step_at_tokens(self, tokens: int, seq_len: int) -> int:
-        """Return the step that runs after `tokens` were taken."""
-        micro = tokens // (self.rows_per_microbatch * seq_len)
-        before = self._warmup_microbatches
-        if micro < before[-1]:
-            return bisect_right(before, micro) - 1
-        return self.warmup_steps + (micro - before[-1]) // self.grad_accum
 
     def distinct_accums(self) -> tuple[int, ...]:
         """Return every number of microbatches that a step can have, ascending."""

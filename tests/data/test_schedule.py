@@ -1,4 +1,4 @@
-"""Batch warmup, a pure function of the step: end points, growth, rows that tile, inverses."""
+"""Batch warmup, a pure function of the step: end points, growth, rows that tile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from megacpp.config.batch_schedule import BatchSchedule, batch_schedule
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config, DataConfig, MeshConfig, TrainConfig
 
-SEQ_LEN = 5
 CASES = [
     BatchSchedule(rows, accum, warmup)
     for rows in (1, 6)
@@ -60,29 +59,10 @@ def test_rows_tile(schedule: BatchSchedule) -> None:
     for step in range(schedule.warmup_steps + 5):
         rows = schedule.rows(step)
         assert rows.start == schedule.rows_before(step) == expected
-        assert schedule.tokens_before(step, SEQ_LEN) == expected * SEQ_LEN
         assert len(rows) == schedule.accum(step) * schedule.rows_per_microbatch
         expected = rows.stop
     far = 10**9
     assert schedule.rows(far).stop == schedule.rows(far + 1).start
-
-
-@pytest.mark.parametrize("schedule", CASES, ids=by)
-def test_inverses_are_exact(schedule: BatchSchedule) -> None:
-    """Against counting, for every number of tokens around every step."""
-    before = [schedule.tokens_before(n, SEQ_LEN) for n in range(schedule.warmup_steps + 4)]
-    for tokens in {t + d for t in before[:-1] for d in (-1, 0, 1, 2)} | {0}:
-        if tokens < 0:
-            continue
-        enough = next(n for n, taken in enumerate(before) if taken >= tokens)
-        assert schedule.steps_for_tokens(tokens, SEQ_LEN) == enough
-        at = max(n for n, taken in enumerate(before) if taken <= tokens)
-        assert schedule.step_at_tokens(tokens, SEQ_LEN) == at
-    far = schedule.tokens_before(10**9, SEQ_LEN)
-    assert schedule.steps_for_tokens(far, SEQ_LEN) == 10**9
-    assert schedule.steps_for_tokens(far + 1, SEQ_LEN) == 10**9 + 1
-    assert schedule.step_at_tokens(far, SEQ_LEN) == 10**9
-    assert schedule.step_at_tokens(far - 1, SEQ_LEN) == 10**9 - 1
 
 
 def test_a_pure_function_of_the_step() -> None:
@@ -116,9 +96,7 @@ def test_of_a_configuration() -> None:
     assert schedule == BatchSchedule(8, 16, 10) and reason == ""
     assert schedule.describe() == "2 to 16 microbatches over 10 steps"
     config = resolved(10)
-    assert schedule.tokens_before(11, 8) - schedule.tokens_before(10, 8) == (
-        config.train.tokens_per_step
-    )
+    assert len(schedule.rows(10)) * config.data.seq_len == config.train.tokens_per_step
 
 
 def test_static_shapes_leave_the_warmup_out_and_say_so() -> None:
