@@ -97,7 +97,11 @@ def read_model(place: WeightsFolder) -> ModelConfig:
     if place.kind == "hf":
         return read_hf_config(place.folder).model
     if place.kind == "final":
-        name, values = "config.json", _verified(place, "export", "config.json")
+        name = "config.json"
+        try:
+            values = read_json(place.folder, name, read_manifest(place.folder, "export"))
+        except DamagedError as damage:
+            raise CheckpointError(f"{damage}. Fix: give another folder.") from None
     else:
         name, values = EXTRA, read_extra(place.folder).get("config")
     if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
@@ -112,14 +116,6 @@ def saved_step(place: WeightsFolder) -> int:
     if place.kind == "hf":
         return int((_json(place.folder / "config.json").get("megacpp") or {}).get("step", 0))
     return int(_json(place.folder / MANIFEST).get("step", 0))
-
-
-def _verified(place: WeightsFolder, kind: str, name: str) -> Any:
-    """Return the content of a JSON file of ours, after its hash."""
-    try:
-        return read_json(place.folder, name, read_manifest(place.folder, kind))
-    except DamagedError as damage:
-        raise CheckpointError(f"{damage}. Fix: give another folder.") from None
 
 
 def _run_above(folder: Path) -> Path | None:

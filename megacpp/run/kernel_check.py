@@ -188,16 +188,13 @@ def agreement(
     return Agreement(name, backend.name, None, *errors, BOUNDS[dtype])
 
 
-def case_of(
-    name: str, model: ModelConfig, device: torch.device, seed: int = 0, whole: bool = False
-) -> Case:
+def case_of(name: str, model: ModelConfig, device: torch.device, whole: bool = False) -> Case:
     """Return the mixer of a block (or the head, or a norm) with the weights of a fresh run.
 
     Args:
         name: operation.
         model: settings of the model.
         device: device of the module.
-        seed: seed of the weights.
         whole: the block around the mixer, too.
     """
     letter = OPERATIONS[name].letters
@@ -207,7 +204,7 @@ def case_of(
         else:
             module = Block(letter, model) if letter else LanguageModelHead(model)
     module.to_empty(device=device)
-    initialise(module, module.init_rules(), seed=seed)
+    initialise(module, module.init_rules(), seed=0)
     if isinstance(module, Block) and not whole:  # the residual would hide the mixer's output
         module = module.mixer
         if hasattr(module, "D"):  # and the skip connection that of the recurrence
