@@ -44,7 +44,7 @@ def peak_bytes(row: dict[str, Any]) -> float:
         UnknownRowError: a layer or a software family that no form is known for.
     """
     step, _, _ = step_of(row)
-    s, again = sizes_of(row), again_of(row)
+    s, again = sizes_of(row, []), again_of(row)
     family = s.family.name.split("-")[0]
     if family not in LOGIT_BYTES:
         raise UnknownRowError(f"no form for {s.family.name}")

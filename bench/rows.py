@@ -66,22 +66,15 @@ def step_of(row: dict[str, Any]) -> tuple[StepWork, GpuSpec, list[str]]:
     Raises:
         UnknownRowError: with the reason why it can't be predicted.
     """
-    m = _filled(row)
-    family, machine, notes = family_of(row), machine_of(row), []
-    p = {k: v for k, v in row["parallel"].items()}
-    world = int(row["gpus"])
-    degree = {axis: int(p.get(axis) or 1) for axis in ("tp", "cp", "pp", "ep")}
+    notes: list[str] = []
+    sizes, machine = sizes_of(row, notes), machine_of(row)
+    family, p, world = sizes.family, row["parallel"], int(row["gpus"])
+    batch, pp = int(row["global_batch"]), int(p.get("pp") or 1)
     axes = axes_of(p, world, machine.per_node)
-    data = max(1, world // (degree["tp"] * degree["cp"] * degree["pp"]))
-    batch = row.get("global_batch")
-    if not batch:
-        raise UnknownRowError("no global batch")
-    rows = _micro_batch(row, int(batch), data, degree["pp"], notes)
-    micro = max(1, round(int(batch) / (rows * data)))
-    sizes = _sizes(row, m, family, machine, rows, degree)
+    micro = max(1, round(batch / (sizes.rows * _data(row))))
     blocks = _blocks(row, sizes, notes)
-    vpp = _virtual(row, p, degree["pp"], notes)
-    stages = _stages(len(blocks), degree["pp"] * vpp) if degree["pp"] > 1 else ()
+    vpp = _virtual(p, pp, notes)
+    stages = _stages(len(blocks), pp * vpp) if pp > 1 else ()
     policy = "fsdp" if _is_fsdp(p) else family.data
     if policy != "fsdp" and family.data == "ddp" and p.get("distributed_optimizer"):
         policy = "zero1"
@@ -89,9 +82,9 @@ def step_of(row: dict[str, Any]) -> tuple[StepWork, GpuSpec, list[str]]:
     shared = axes["data"].size if policy in ("fsdp", "zero1") else 1
     held = sum(b.dense for b in blocks) / shared
     held += sum(b.experts for b in blocks) / (axes["expert_data"].size if shared > 1 else 1)
-    optimizer: tuple[Operator, ...] = (Passes(family.adam_bytes * held / degree["pp"], 20),)
-    if "Muon" in str(m.get("optimizer")):
-        optimizer += tuple(_muon(m, data))
+    optimizer: tuple[Operator, ...] = (Passes(family.adam_bytes * held / pp, 20),)
+    if "Muon" in str(sizes.model.get("optimizer")):
+        optimizer += tuple(_muon(sizes.model, _data(row)))
     step = StepWork(
         blocks,
         axes,
@@ -105,22 +98,38 @@ def step_of(row: dict[str, Any]) -> tuple[StepWork, GpuSpec, list[str]]:
         schedule="interleaved" if vpp > 1 else "1f1b",
         stage_bytes=2.0 * sizes.tokens * sizes.dim / sizes.tp,
         optimizer=optimizer,
-        tokens=int(batch) * sizes.seq / world,
+        tokens=batch * sizes.seq / world,
     )
     return step, machine, notes
 
 
-def sizes_of(row: dict[str, Any]) -> RowSizes:
-    """Return the sizes of one rank's microbatch.
+def sizes_of(row: dict[str, Any], notes: list[str]) -> RowSizes:
+    """Return the sizes of one rank's microbatch; what is assumed is added to `notes`.
 
     Raises:
         UnknownRowError: the row lacks a size.
     """
-    m, p = _filled(row), row["parallel"]
-    degree = {axis: int(p.get(axis) or 1) for axis in ("tp", "cp", "pp", "ep")}
-    data = max(1, int(row["gpus"]) // (degree["tp"] * degree["cp"] * degree["pp"]))
-    rows = _micro_batch(row, int(row["global_batch"]), data, degree["pp"], [])
-    return _sizes(row, m, family_of(row), machine_of(row), rows, degree)
+    m, family, machine = _filled(row), family_of(row), machine_of(row)
+    if not row.get("global_batch"):
+        raise UnknownRowError("no global batch")
+    kernel = family.attention[machine.generation]
+    text = str(row.get("attention_kernel") or "").lower()
+    if "unfused" in text:
+        kernel = "unfused"
+    elif "flashattention-3" in text or "fa3" in text:
+        kernel = "flash3"
+    p = row["parallel"]
+    tp, cp, ep, pp = (int(p.get(axis) or 1) for axis in ("tp", "cp", "ep", "pp"))
+    eight = "fp8" in str(row.get("precision")) or "float8" in str(row.get("precision"))
+    said = p.get("ep_overlap") or '"ep_overlap": true' in str(row.get("notes"))
+    ep_hides = bool(said) and "overlap off" not in str(row.get("notes"))
+    return RowSizes(
+        m, family, _micro_batch(row, pp, notes), m["seq"], tp, cp, ep,
+        bool(p.get("sp")) or family.name.startswith("torchtitan"),
+        "fp8" if eight else "bf16", bool(p.get("async_tp")), ep_hides, kernel,
+        _captured(str(row.get("notes"))),
+        _flexible(row), machine.per_node,
+    )  # fmt: skip
 
 
 def again_of(row: dict[str, Any]) -> set[str]:
@@ -156,11 +165,17 @@ def _is_fsdp(p: dict[str, Any]) -> bool:
     return isinstance(p.get("fsdp"), int) and p["fsdp"] > 1
 
 
-def _micro_batch(row: dict[str, Any], batch: int, data: int, pp: int, notes: list[str]) -> int:
+def _data(row: dict[str, Any]) -> int:
+    """Return the degree of data parallelism."""
+    tp, cp, pp = (int(row["parallel"].get(axis) or 1) for axis in ("tp", "cp", "pp"))
+    return max(1, int(row["gpus"]) // (tp * cp * pp))
+
+
+def _micro_batch(row: dict[str, Any], pp: int, notes: list[str]) -> int:
     """Return rows of a microbatch; assumed where the row doesn't say."""
     if row.get("micro_batch"):
         return int(row["micro_batch"])
-    local = max(1, batch // data)
+    local = max(1, int(row["global_batch"]) // _data(row))
     if "torchtitan" in str(row.get("source")):
         notes.append("as many microbatches as stages, torchtitan's default")
         return max(1, local // pp)
@@ -168,40 +183,13 @@ def _micro_batch(row: dict[str, Any], batch: int, data: int, pp: int, notes: lis
     return max([n for n in (1, 2, 4) if local % n == 0 and local // n >= 4 * pp], default=1)
 
 
-def _virtual(row: dict[str, Any], p: dict[str, Any], pp: int, notes: list[str]) -> int:
+def _virtual(p: dict[str, Any], pp: int, notes: list[str]) -> int:
     """Return stages of a rank."""
     vpp = p.get("vpp") or 1
     if isinstance(vpp, str):
         vpp = 4
         notes.append("interleaved stages of a rank: 4")
     return int(vpp) if pp > 1 else 1
-
-
-def _sizes(
-    row: dict[str, Any],
-    m: dict[str, Any],
-    family: Family,
-    machine: GpuSpec,
-    rows: int,
-    degree: dict[str, int],
-) -> RowSizes:
-    kernel = family.attention[machine.generation]
-    text = str(row.get("attention_kernel") or "").lower()
-    if "unfused" in text:
-        kernel = "unfused"
-    elif "flashattention-3" in text or "fa3" in text:
-        kernel = "flash3"
-    p = row["parallel"]
-    eight = "fp8" in str(row.get("precision")) or "float8" in str(row.get("precision"))
-    said = p.get("ep_overlap") or '"ep_overlap": true' in str(row.get("notes"))
-    ep_hides = bool(said) and "overlap off" not in str(row.get("notes"))
-    return RowSizes(
-        m, family, rows, m["seq"], degree["tp"], degree["cp"], degree["ep"],
-        bool(p.get("sp")) or family.name.startswith("torchtitan"),
-        "fp8" if eight else "bf16", bool(p.get("async_tp")), ep_hides, kernel,
-        _captured(str(row.get("notes"))),
-        _flexible(row), machine.per_node,
-    )  # fmt: skip
 
 
 def _captured(notes: str) -> str:
