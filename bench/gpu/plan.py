@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -257,17 +257,11 @@ def _inside(cell: Cell, seconds: float, path: Path, device: torch.device, fault:
 
 def _awaited(pid: int, seconds: float) -> str:
     """Return how a process ended; past its limit it is killed, with the processes it started."""
-    last = time.monotonic() + seconds
-    status = None
-    while status is None and time.monotonic() < last:
-        time.sleep(0.02)
-        status = _status(pid)
+    status = _status(pid, seconds)
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     if status is None:
-        for _ in _until(time.monotonic() + DYING_S):
-            if _status(pid) is not None:
-                break
+        _status(pid, DYING_S)
         return "hung"
     if os.WIFSIGNALED(status):
         return f"crashed: {signal.Signals(os.WTERMSIG(status)).name}"
@@ -275,12 +269,12 @@ def _awaited(pid: int, seconds: float) -> str:
     return names.get(os.WEXITSTATUS(status), "failed: plan.log has the error")
 
 
-def _status(pid: int) -> int | None:
-    done, status = os.waitpid(pid, os.WNOHANG)
-    return status if done else None
-
-
-def _until(last: float) -> Iterator[None]:
+def _status(pid: int, seconds: float) -> int | None:
+    """Return the status of a process once it ends; None: it still runs after so long."""
+    last = time.monotonic() + seconds
     while time.monotonic() < last:
-        yield
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
         time.sleep(0.02)
+    return None
