@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from megacpp.config.presets import preset
 from megacpp.config.settings import setting
 from megacpp.config.values import flag_text
 from megacpp.errors import CheckpointError, MegacppError, config_error
+from megacpp.state.files import rows_by_step
 from megacpp.state.published import published, step_of
 
 COMPARED = ("loss", "grad_norm")
@@ -66,7 +66,7 @@ def replay(args: ReplayArgs, words: list[str]) -> int:
     folder = Path(args.run)
     config, launch = (_read(folder / name) for name in ("config.json", "launch.json"))
     checkpoint = _checkpoint(folder, args.from_)
-    first, known = step_of(checkpoint), _metrics(folder)
+    first, known = step_of(checkpoint), rows_by_step(folder / "metrics.jsonl")
     most = max((step for step in known), default=-1) + 1 - first
     count = min(args.steps or most, most)
     if count < 1:
@@ -82,7 +82,7 @@ def replay(args: ReplayArgs, words: list[str]) -> int:
         flags = _flags(config["config"], {**KEPT_APART, **own})
         same = parse_run([*flags, *words], ranks).config
         _run([*flags, *words], ranks)
-        made, digests = _metrics(again), recorded(again)
+        made, digests = rows_by_step(again / "metrics.jsonl"), recorded(again)
     alike = all(getattr(same.mesh, axis) == n for axis, n in launch["mesh"].items())
     alike &= ranks == launch["world_size"]
     limit = 0.0 if alike else OTHER_MESH.get(same.precision.dtype, NARROW)
@@ -159,17 +159,6 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}. Fix: give the folder of a run.") from None
-    return found
-
-
-def _metrics(folder: Path) -> dict[int, dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    found: dict[int, dict[str, Any]] = {}
-    for text in lines:
-        with suppress(ValueError, KeyError, TypeError, RecursionError):  # torn by a kill
-            line = json.loads(text)
-            found[int(line["step"])] = line
     return found
 
 

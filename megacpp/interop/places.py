@@ -5,16 +5,16 @@ A run, its `final/`, one of its checkpoints, or a folder of Hugging Face's forma
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megacpp.config.model import ModelConfig
 from megacpp.config.saved import read_model_config, with_defaults
 from megacpp.config.schema import Config
 from megacpp.errors import CheckpointError, config_error
 from megacpp.interop.hf_config import read_hf_config
+from megacpp.state.files import read_parsed
 from megacpp.state.manifest import NAME as MANIFEST
 from megacpp.state.manifest import DamagedError, read_json, read_manifest
 from megacpp.state.published import EXTRA, latest_checkpoint, read_extra
@@ -60,7 +60,7 @@ def locate(source: str, key: str) -> WeightsFolder:
         return WeightsFolder("final", folder / "final", folder)
     if newest := latest_checkpoint(folder / "checkpoints"):
         return WeightsFolder("checkpoint", newest, folder)
-    if "model_type" in _json(folder / "config.json"):
+    if "model_type" in read_parsed(folder / "config.json"):
         return WeightsFolder("hf", folder)
     raise config_error(
         key,
@@ -114,17 +114,9 @@ def read_model(place: WeightsFolder) -> ModelConfig:
 def saved_step(place: WeightsFolder) -> int:
     """Return the number of steps that made the weights; 0 for another program's."""
     if place.kind == "hf":
-        return int((_json(place.folder / "config.json").get("megacpp") or {}).get("step", 0))
-    return int(_json(place.folder / MANIFEST).get("step", 0))
+        return int((read_parsed(place.folder / "config.json").get("megacpp") or {}).get("step", 0))
+    return int(read_parsed(place.folder / MANIFEST).get("step", 0))
 
 
 def _run_above(folder: Path) -> Path | None:
     return folder.parent if (folder.parent / "config.json").is_file() else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

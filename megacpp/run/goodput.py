@@ -35,6 +35,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from megacpp.state.files import parsed
+
 CLASSES = (
     *("step", "compile", "data", "checkpoint", "evaluation"),
     *("oom_retry", "restart_lost", "idle"),
@@ -303,12 +305,7 @@ def _again(steps: list[int] | None, until: int | None) -> float:
 
 def _parsed(text: bytes) -> dict[str, Any]:
     """Return a line as a mapping, empty if it is truncated."""
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    if not isinstance(line, dict):
-        return {}
+    line = parsed(text)
     times = [line[key] for key in ("start", "end", "from", "to") if key in line]
     spent = line.get("s", {})
     steps = line.get("steps", [0, 0])

@@ -25,6 +25,7 @@ from typing import Any
 
 from megacpp.errors import ConfigError, config_error
 from megacpp.outcome import note, started_ticks, this_node
+from megacpp.state.files import parsed
 
 FILE = "run.lock"
 BEAT_S, LEASE_S, POLL_S = 2.0, 10.0, 0.2
@@ -179,12 +180,10 @@ def _beats(path: Path, holder: Mapping[str, Any]) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the lease in a file; empty if there is none that can be read."""
-    try:
-        with path.open("rb") as file:
-            found = json.loads(file.read(MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) and type(found.get("pid")) is int else {}
+    with suppress(OSError), path.open("rb") as file:
+        found = parsed(file.read(MOST_BYTES))
+        return found if type(found.get("pid")) is int else {}
+    return {}
 
 
 def _who(holder: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import traceback
@@ -20,6 +19,7 @@ from megacpp.memory.fixes import cheapest_fixes
 from megacpp.memory.snapshot import STEADY, Snapshot, compare
 from megacpp.model.precision import compute_dtype
 from megacpp.run.forensics import Forensics, allocator_state
+from megacpp.state.files import read_parsed
 
 # Messages of out-of-memory errors that have no exception class of their own.
 NO_MEMORY = (
@@ -77,11 +77,7 @@ def recorded_estimate(folder: Path) -> dict[str, Any]:
     """Return `memory` of the newest launch record: estimate and verdict; empty without one."""
     later = sorted(folder.glob("launch-*.json"), reverse=True)
     for path in (*later, folder / "launch.json"):
-        try:
-            memory = json.loads(path.read_text()).get("memory")
-        except (OSError, ValueError):
-            continue
-        if isinstance(memory, dict):
+        if isinstance(memory := read_parsed(path).get("memory"), dict):
             return memory
     return {}
 

@@ -6,7 +6,6 @@ torn in the moment of reading.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp.outcome import STATUS, started_ticks, this_node
+from megacpp.state.files import parsed, read_parsed
 
 TAIL_BYTES = 1 << 16  # of a file that grows
 LATE_S = 60.0  # without a new line a running run is worth a second look
@@ -27,7 +27,7 @@ def vitals(folder: Path) -> dict[str, Any]:
     Args:
         folder: folder of the run.
     """
-    status, config = _object(folder / STATUS), _object(folder / "config.json")
+    status, config = read_parsed(folder / STATUS), read_parsed(folder / "config.json")
     lines = [line for line in _rows(folder / "metrics.jsonl") if type(line.get("step")) is int]
     last = lines[-1] if lines else {}
     steps = config.get("config", {}).get("run", {}).get("steps")
@@ -80,7 +80,7 @@ def _state(folder: Path, status: dict[str, Any]) -> str:
     state = status.get("state")
     if state != "running":
         return "ended" if state == "ended" else "unknown"
-    lease = _object(folder / "run.lock")
+    lease = read_parsed(folder / "run.lock")
     here = lease.get("node") == this_node()[0] and type(lease.get("pid")) is int
     return "killed" if here and started_ticks(lease["pid"]) != lease.get("ticks") else "running"
 
@@ -116,22 +116,11 @@ def _age(path: Path) -> float | None:
     return None
 
 
-def _object(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Return the objects in the last lines of a file."""
-    found: list[dict[str, Any]] = []
     with suppress(OSError), path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - TAIL_BYTES))
         lines = file.read().split(b"\n")[int(size > TAIL_BYTES) :]
-        for line in lines:
-            with suppress(ValueError, RecursionError):
-                row = json.loads(line)
-                found += [row] if isinstance(row, dict) else []
-    return found
+        return [*filter(None, map(parsed, lines))]
+    return []

@@ -24,6 +24,7 @@ from torch import Tensor
 from megacpp.config.schema import Config
 from megacpp.dtensor import is_dtensor
 from megacpp.state.agreement import gather, is_distributed, this_rank
+from megacpp.state.files import rows_by_step
 
 FILE = "digests.jsonl"
 ROW = 1 << 16  # words that are multiplied at once
@@ -143,14 +144,8 @@ def digest(t: Tensor) -> Tensor:
 
 def recorded(folder: Path) -> dict[int, str]:
     """Return the recorded digests of a run by step; the last one where a step was made again."""
-    found: dict[int, str] = {}
-    for text in (folder / FILE).read_text().splitlines() if (folder / FILE).is_file() else ():
-        try:
-            line = json.loads(text)
-            found[int(line["step"])] = str(line["digest"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return found
+    rows = rows_by_step(folder / FILE)
+    return {step: str(row["digest"]) for step, row in rows.items() if "digest" in row}
 
 
 def _offsets(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,28 @@ def write_json(path: Path, content: Any) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(content, indent=2) + "\n")
     temporary.replace(path)
+
+
+def parsed(text: bytes | str) -> dict[str, Any]:
+    """Return the object that a text is; empty if it is none, as a line that a kill tore."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def read_parsed(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if there is none that can be read."""
+    with suppress(OSError):
+        return parsed(path.read_bytes())
+    return {}
+
+
+def rows_by_step(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the objects of a JSON-lines file by `step`, the last one of each step."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    rows = map(parsed, lines)
+    return {row["step"]: row for row in rows if type(row.get("step")) is int}
 
 
 def pending_folder(final: Path) -> Path:
