@@ -195,19 +195,6 @@ def simulate(actions: Actions, stages: Sequence[StageTime], send: float) -> floa
     return _run(ordered(actions), stages, send)
 
 
-def actions_of(actions: Actions, name: str, stages: int, ranks: int, microbatches: int) -> Actions:
-    """Return the actions of a step: those given, or those of a schedule that `schedule` knows.
-
-    Args:
-        actions: from torch; may be empty.
-        name: of the schedule.
-        stages: of the pipeline.
-        ranks: of the pipeline.
-        microbatches: of a step.
-    """
-    return actions or schedule(name, ranks, microbatches, stages // ranks)
-
-
 def spans_of(
     actions: Actions, stages: Sequence[StageTime], send: float
 ) -> list[list[tuple[StageAction, float, float]]]:

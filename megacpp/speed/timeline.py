@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megacpp.speed import collectives
 from megacpp.speed.hardware import GpuSpec, Rates
-from megacpp.speed.pipeline import actions_of, spans_of
+from megacpp.speed.pipeline import schedule, spans_of
 from megacpp.speed.step import StepWork, optimizer_seconds, passes_of, stage_times, unit_times
 from megacpp.speed.streams import COMPUTE, LINK, fsdp_tasks, run
 
@@ -49,8 +49,8 @@ def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[StreamSpan]:
     if step.stages:
         times = stage_times(step, passes)
         send = collectives.seconds("send", step.stage_bytes, step.axes["pp"], gpu)
-        actions = actions_of(step.actions, step.schedule, len(times), step.axes["pp"].size,
-                             step.microbatches)  # fmt: skip
+        pp = step.axes["pp"].size
+        actions = step.actions or schedule(step.schedule, pp, step.microbatches, len(times) // pp)
         kinds = {"F": "forward", "B": "backward", "I": "backward (inputs)",
                  "W": "backward (weights)"}  # fmt: skip
         ranks = spans_of(actions, times, send)
