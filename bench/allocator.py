@@ -24,7 +24,6 @@ from megacpp.memory.budget import as_run
 from megacpp.memory.device import runtime_bytes
 from megacpp.memory.estimate import estimate
 from megacpp.memory.stream import Stream
-from megacpp.memory.timeline import write_snapshot
 
 GIB = 2**30
 
@@ -36,14 +35,11 @@ def main() -> None:
     )
     parser.add_argument("ranks", type=int)
     parser.add_argument("--steps", type=int, default=2, help="recorded steps (default 2)")
-    parser.add_argument("--snapshot", help="write a file for PyTorch's memory viewer, too")
     options, run = parser.parse_known_args()
     config = parse_run(run, options.ranks).config
     config = config if config.train.device == "cpu" else as_run(config, "cuda", narrow=True)
     stream = trace_run(config, options.ranks, steps=options.steps)
     print(report(config, options.ranks, stream))
-    if options.snapshot:
-        write_snapshot(stream, options.snapshot)
 
 
 def report(config: Config, size: int, stream: Stream) -> str:

@@ -12,12 +12,11 @@ compared without what no tensor asks for (context, libraries, allocator). `upper
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 from megacpp.config.checks.every import check, resolve
@@ -177,9 +176,9 @@ def measure(point: EstimatePoint) -> Result:
     return Result(point, peak, where, found.tensors, found.moment, upper, traced, took)
 
 
-def latencies(number: int = 200) -> tuple[float, float]:
+def latencies() -> tuple[float, float]:
     """Return mean and worst milliseconds of an estimate without detail, over many points."""
-    configs = [(point.config(), point.world) for point in points(number, True, seed=1)]
+    configs = [(point.config(), point.world) for point in points(200, True, seed=1)]
     times = []
     for config, world in configs:
         begin = time.perf_counter()
@@ -214,21 +213,15 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="216 points")
     parser.add_argument("--pipelines", action="store_true", help="pp 2 among them")
     parser.add_argument("--jobs", type=int, default=1, help="processes that trace")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = []
     asked = points(216 if options.full else options.points, options.pipelines)
     with get_context("fork").Pool(options.jobs, maxtasksperchild=10) as pool:
         for result in pool.imap(measure, asked):
             results.append(result)
-            if not options.json:
-                print(line(result), flush=True)
+            print(line(result), flush=True)
     found = summary(results)
     mean, worst = latencies()
-    if options.json:
-        rows = [asdict(result) | {"share": result.share} for result in results]
-        print(json.dumps({**found, "mean_ms": mean, "worst_ms": worst, "rows": rows}, indent=1))
-        return
     print(
         f"{found['points']} points: median {100 * found['median_abs']:.3f} %, "
         f"most over {100 * found['max_over']:.3f} %, most under {100 * found['max_under']:.3f} %, "

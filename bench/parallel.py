@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -209,14 +208,13 @@ def main() -> None:
     parser.add_argument("--only", choices=["meshes", "lengths"])
     parser.add_argument("--ranks", type=int, nargs="+", choices=[2, 4], default=[2, 4])
     parser.add_argument("--steps", type=int, default=6, help="measured steps (default 6)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     options = parser.parse_args()
-    found: dict[str, Any] = {"torch": torch.__version__}
+    found: dict[str, Any] = {}
     if options.only != "lengths":
         found["meshes"] = measure_meshes(options.ranks, options.steps)
     if options.only != "meshes":
         found["lengths"] = measure_lengths(2)
-    print(json.dumps(found, indent=2) if options.json else "\n\n".join(_tables(found)))
+    print("\n\n".join(_tables(found)))
 
 
 def _tables(found: dict[str, Any]) -> list[str]:

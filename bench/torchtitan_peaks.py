@@ -11,7 +11,6 @@ pool` what would be reserved if FSDP2's streams shared memory, `expandable` with
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -35,10 +34,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=2, help="recorded steps (default 2)")
-    parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args()
     rows = [predict(ranks, published, options.steps) for ranks, published in PUBLISHED.items()]
-    print(json.dumps(rows, indent=2) if options.json else table(rows))
+    print(table(rows))
 
 
 def predict(ranks: int, published: float, steps: int = 2) -> Row:
