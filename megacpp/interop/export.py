@@ -32,7 +32,7 @@ from megacpp.interop.links import Link, links, rows_in
 from megacpp.interop.places import WeightsFolder, saved_step
 from megacpp.interop.stored import StoredTensors
 from megacpp.interop.tokenizer import special_ids_of, write_tokenizer
-from megacpp.state.export import INDEX
+from megacpp.state.export import INDEX, weights_files
 from megacpp.state.files import pending_folder, publish_folder, sync, write_text
 from megacpp.state.manifest import DamagedError, file_problems, read_manifest, stray_problems
 from megacpp.terminal.progress import counted
@@ -155,8 +155,10 @@ def _write_tensors(
     pending: Path, stored: StoredTensors, made: Sequence[Link], target: HFTarget
 ) -> dict[str, int]:
     """Write the weights files and their index; return the bytes of each."""
-    groups = _grouped(made, target)
-    where = {link.name: file for file, members in groups.items() for link in members}
+    wide, narrow = torch.float32.itemsize, target.dtype.itemsize
+    numbers = {link.name: link.numel * (wide if link.wide else narrow) for link in made}
+    groups = weights_files(numbers, target.file_bytes)
+    where = {name: file for file, names in groups.items() for name in names}
     sizes: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
     for link in counted(made, "export", len(made)):
@@ -168,7 +170,7 @@ def _write_tensors(
                 "(--checkpoint STEP)."
             )
         file = where[link.name]
-        if link is groups[file][-1]:
+        if link.name == groups[file][-1]:
             save_file(tensors, pending / file, metadata={"format": "pt"})
             sync(pending / file)
             sizes[file] = sum(t.nbytes for t in tensors.values())
@@ -177,26 +179,6 @@ def _write_tensors(
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         _write_json(pending / INDEX, index)
     return sizes
-
-
-def _grouped(made: Sequence[Link], target: HFTarget) -> dict[str, list[Link]]:
-    """Return file name -> tensors, at most `file_bytes` a file (or one tensor)."""
-    groups: list[list[Link]] = [[]]
-    used = 0
-    for link in made:
-        size = link.numel * (4 if link.wide else target.dtype.itemsize)
-        if groups[-1] and used + size > target.file_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(link)
-        used += size
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    total = len(groups)
-    return {
-        f"model-{i:05d}-of-{total:05d}.safetensors": group
-        for i, group in enumerate(groups, start=1)
-    }
 
 
 def _made(link: Link, stored: StoredTensors, dtype: torch.dtype) -> Tensor:

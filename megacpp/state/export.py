@@ -125,7 +125,8 @@ def export_weights(
     what, fix = f"{folder}: cannot be exported", "free disk space or choose another --run.dir"
     pending, rank = folder.with_name(folder.name + PENDING), this_rank()[0]
     whole = catalogue(model_tensors(model))
-    groups = _split(_ordered(model, whole), whole, file_bytes)
+    sizes = {name: whole.entries[name].num_bytes for name in _ordered(model, whole)}
+    groups = weights_files(sizes, file_bytes)
     content = {"model": config, **(extra or {})}
     try:
         with agreed(what, fix):
@@ -258,12 +259,16 @@ def _whole_tensors(
             yield name, cpu
 
 
-def _split(names: Sequence[str], whole: Catalogue, most_bytes: int) -> dict[str, list[str]]:
-    """Return file name -> tensor names, in order, at most `most_bytes` a file (or one tensor)."""
+def weights_files(sizes: Mapping[str, int], most_bytes: int) -> dict[str, list[str]]:
+    """Return file name -> tensor names, in order, at most `most_bytes` a file (or one tensor).
+
+    Args:
+        sizes: bytes of each tensor.
+        most_bytes: of a file.
+    """
     groups: list[list[str]] = [[]]
     used = 0
-    for name in names:
-        size = whole.entries[name].num_bytes
+    for name, size in sizes.items():
         if groups[-1] and used + size > most_bytes:
             groups.append([])
             used = 0
