@@ -30,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench import parser_of
 from bench.variant_runs import ROOT, VariantRun, train, words
 from megacpp.config.arguments import flatten
 from megacpp.config.presets import TINY_FEATURES, tiny, tiny_full
@@ -231,9 +232,7 @@ def table(record: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--only", nargs="+", choices=[*variants(), MIMO], help="variants beside the base"
     )

@@ -9,13 +9,13 @@ trainer's own model. The shares of megacpp/memory/allocator.py are from this com
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench import parser_of
 from megacpp.cli.trace import trace_run
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
@@ -30,9 +30,7 @@ GIB = 2**30
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("ranks", type=int)
     parser.add_argument("--steps", type=int, default=2, help="recorded steps (default 2)")
     options, run = parser.parse_known_args()

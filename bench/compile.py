@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench import parser_of
 from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.experts.config import MoEConfig
@@ -73,9 +74,7 @@ KINDS: dict[str, tuple[ModelConfig, bool]] = {  # and whether rows are packed
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--tokens", nargs="+", type=int, default=[256, 1024, 4096])
     parser.add_argument("--code", action="store_true", help="by inductor too")

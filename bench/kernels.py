@@ -10,7 +10,6 @@ M2RNN by Triton, against the chunks, in bf16 with a published layer's 132 heads 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch import Tensor
 
+from bench import parser_of
 from megacpp.config.presets import tiny
 from megacpp.kernels.linear_cross_entropy.chunked import linear_cross_entropy
 from megacpp.kernels.linear_cross_entropy.reference import linear_cross_entropy_plain
@@ -38,9 +38,7 @@ Run = Callable[[], Tensor]
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args()

@@ -23,7 +23,6 @@ AdamW on shards: ours, torch's fused one on the same DTensors, and the kernel on
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -40,6 +39,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from bench import muon_contenders as contenders
+from bench import parser_of
 from bench.muon_contenders import Build, Contender
 from bench.muon_log import StepLog
 from megacpp.dtensor import local_part
@@ -302,9 +302,7 @@ def targets(name: str, found: Mapping[str, Any]) -> list[tuple[str, float, float
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     builds, absent = contenders.present()
     names = list(contenders.SETS)
     parser.add_argument("--ranks", type=int, choices=[2, 4, 8], default=4, help="default 4")

@@ -10,7 +10,6 @@ the same rows; one process runs before and after, so that a change of the machin
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import sys
@@ -24,6 +23,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
+from bench import parser_of
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import preset
 from megacpp.config.schema import Config, DataConfig, MeshConfig, OptimConfig, TrainConfig
@@ -202,9 +202,7 @@ def measure_lengths(ranks: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", choices=["meshes", "lengths"])
     parser.add_argument("--ranks", type=int, nargs="+", choices=[2, 4], default=[2, 4])
     parser.add_argument("--steps", type=int, default=6, help="measured steps (default 6)")

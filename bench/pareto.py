@@ -12,7 +12,6 @@ once back.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench import parser_of
 from megacpp.cli.dry_run import readable
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import PRESETS
@@ -42,9 +42,7 @@ HYBRIDS = ("tiny", "hybrid_400m", "nam56r_base", "nam52_deep_base")
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("presets", nargs="*", default=HYBRIDS, metavar="PRESET")
     parser.add_argument("--world", type=int, default=8, help="ranks (default 8)")
     parser.add_argument("--svg", type=Path, help="figure to write")

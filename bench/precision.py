@@ -30,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench import parser_of
 from bench.variant_runs import ROOT, VariantRun, train
 
 RECORD = ROOT / "docs/precision.json"
@@ -244,9 +245,7 @@ def table(record: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="some variants")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default {SEEDS}")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"default {STEPS}")

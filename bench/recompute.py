@@ -11,7 +11,6 @@ GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from bench import parser_of
 from bench.shapes import names, shape
 from bench.step import Trainer
 from checkpointing.tracing.meter import Meter
@@ -37,9 +37,7 @@ Row = dict[str, float]
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("shape", nargs="?", default="tiny", help=f"one of {names()}")
     parser.add_argument("--steps", type=int, default=6, help="measured steps (default 6)")
     parser.add_argument("--compiled", action="store_true", help="compiled blocks too (minutes)")

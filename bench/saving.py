@@ -9,7 +9,6 @@ meanwhile is the last line.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import sys
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 
+from bench import parser_of
 from bench.shapes import names, shape
 from bench.step import Trainer
 from megacpp.config.checks.every import resolve
@@ -33,9 +33,7 @@ from parallel.start import pick_device, start, world_size
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("shape", nargs="?", default="dense_4m", help=f"one of {names()}")
     parser.add_argument("--saves", type=int, default=5, help="measured saves of each kind")
     parser.add_argument("--dir", default=None, help="where to save (default: a temporary folder)")

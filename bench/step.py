@@ -10,7 +10,6 @@ own for each. Shapes: bench/shapes.py; any preset works without `--compare`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench import parser_of
 from bench.shapes import names, shape
 from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.checks.every import resolve
@@ -73,9 +73,7 @@ class Trainer:
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("shape", nargs="?", default="dense_4m", help=f"one of {names()}")
     parser.add_argument("--compare", choices=["plain"], help="measure against this in turns")
     parser.add_argument("--steps", type=int, default=12, help="measured steps (default 12)")

@@ -10,13 +10,13 @@ pool` what would be reserved if FSDP2's streams shared memory, `expandable` with
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench import parser_of
 from bench.llama31 import record
 from megacpp.memory.allocator import Replay, replay
 
@@ -30,9 +30,7 @@ Row = dict[str, float | str]
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=2, help="recorded steps (default 2)")
     options = parser.parse_args()
     rows = [predict(ranks, published, options.steps) for ranks, published in PUBLISHED.items()]

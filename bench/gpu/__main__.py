@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from bench import parser_of
 from bench.gpu.calibrate import calibrate
 from bench.gpu.carried import CARRIED, prepare
 from bench.gpu.estimator import estimator
@@ -50,9 +51,7 @@ SECTIONS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: everything that was begun came to its end; 1: something failed or was left."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections (default: all)")
     parser.add_argument("--of", nargs="+", default=[], help="names within the sections")
     parser.add_argument("--out", type=Path, help=f"JSON to write (default {STORED})")
