@@ -112,7 +112,6 @@ class Result:
     Attributes:
         upper: upper bound, without bytes outside tensors.
         seconds: seconds of the trace.
-        estimate_ms: milliseconds of the estimate.
     """
 
     point: EstimatePoint
@@ -122,7 +121,6 @@ class Result:
     moment: str
     upper: int
     seconds: float
-    estimate_ms: float
 
     @property
     def share(self) -> float:
@@ -168,12 +166,10 @@ def measure(point: EstimatePoint) -> Result:
     stream = trace_step(config, point.world)
     event, peak = stream.peak()
     traced = time.perf_counter() - begin
-    begin = time.perf_counter()
     found = estimate(config, point.world)
-    took = (time.perf_counter() - begin) * 1e3
     upper = found.upper - sum(found.components.get(name, 0) for name in NO_TENSOR)
     where = stream.where(event)
-    return Result(point, peak, where, found.tensors, found.moment, upper, traced, took)
+    return Result(point, peak, where, found.tensors, found.moment, upper, traced)
 
 
 def latencies() -> tuple[float, float]:
