@@ -100,16 +100,6 @@ def curve_of(losses: list[float]) -> list[float]:
     return [statistics.mean(losses[start:end]) for start, end in pairwise(cuts) if end > start]
 
 
-def curves(record: dict[str, Any]) -> str:
-    """Return the mean loss of each tenth of the runs, over seeds, a line for each variant."""
-    lines = []
-    for variant in dict.fromkeys(run["variant"] for run in record["runs"]):
-        own = [run["losses"] for run in record["runs"] if run["variant"] == variant]
-        means = [statistics.mean(part) for part in zip(*own, strict=True)]
-        lines.append(f"{variant:5}" + "".join(f"{mean:7.3f}" for mean in means))
-    return "\n".join(lines)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all variants, seed by seed, so that slow hours affect all variants alike."""
     names = [BASE, *(v for v in options.only if v != BASE)] if options.only else variants()

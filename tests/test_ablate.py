@@ -16,7 +16,6 @@ from bench.ablate import (
     RECORD,
     AblationRun,
     curve_of,
-    curves,
     flags_of,
     lines_of,
     model_of,
@@ -92,8 +91,6 @@ def test_the_curve_is_the_mean_of_each_tenth() -> None:
     found = curve_of(losses)
     assert len(found) == 10 and found[:2] == [0.5, 3.0] and found[-1] == 23.0
     assert curve_of([2.0, 1.0]) == [2.0, 1.0]
-    runs = [{"variant": BASE, "losses": [3.0, 1.0]}, {"variant": BASE, "losses": [4.0, 2.0]}]
-    assert curves({"runs": runs}).split() == [BASE, "3.500", "1.500"]
 
 
 def test_mimo_was_trained_against_siso_at_equal_parameters() -> None:
