@@ -101,7 +101,7 @@ def table_lines(config: ModelConfig) -> list[str]:
 
 def short(number: float) -> str:
     """Return a number in three digits with its unit, such as `4.73B`, `113M` or `64K`."""
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if float(f"{number / size:.3g}") >= 1:
             return f"{number / size:.3g}{letter}"
-    return str(number)
+    return f"{number:.3g}"

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megacpp.memory.budget import words
+from megacpp.model.count import short
 from megacpp.report.charts import ChartLine, lines
-from megacpp.report.html import columns, document, figures, plain, power, short
+from megacpp.report.html import columns, document, figures, plain, power
 from megacpp.report.style import SLIDER
 
 ASIDE = ("run.dir",)  # settings that don't describe a run

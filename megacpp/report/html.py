@@ -74,14 +74,6 @@ def plain(value: float) -> str:
     return f"{value:g}"
 
 
-def short(value: float) -> str:
-    """Return a number such as `950`, `12.3K` or `4.73B`."""
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= unit:
-            return f"{value / unit:.3g}{name}"
-    return f"{value:.3g}"
-
-
 def power(value: float) -> str:
     """Return a small number such as `0` or `3e-04`."""
     return f"{value:.0e}" if value else "0"

@@ -13,6 +13,7 @@ from megacpp.data.compressors import compressor_bars
 from megacpp.memory.budget import words
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.snapshot import QUIET
+from megacpp.model.count import short
 from megacpp.report.charts import Bar, ChartLine, bars, lines, stacked
 from megacpp.report.html import (
     columns,
@@ -22,7 +23,6 @@ from megacpp.report.html import (
     pairs,
     plain,
     power,
-    short,
     signed,
     table,
     tiles,
