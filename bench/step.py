@@ -43,16 +43,27 @@ from parallel.mesh import World
 from parallel.start import pick_device, start, world_size
 
 
-class Trainer:
-    """Step of train.py without its corpus: accumulate, clip, step, zero."""
+class BuiltRun:
+    """Model of a run, with its optimizer and boundary, as train.py builds them."""
 
     def __init__(
         self, config: Config, world: World, ac: ActivationCheckpointing | None = None
     ) -> None:
-        self.config, self.world = config, world
+        self.config, self.world, self.device = config, world, world.device
         self.model = build_model(config, world, ac or ActivationCheckpointing(config, world.device))
         self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)
+
+    def update(self) -> None:
+        """Clip, step and zero the gradients."""
+        clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.boundary.finish_step()
+
+
+class Trainer(BuiltRun):
+    """Step of train.py without its corpus: accumulate, clip, step, zero."""
 
     def accumulate(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
         """Run forward and backward."""
@@ -65,10 +76,7 @@ class Trainer:
     def step(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
         """Run one training step."""
         self.accumulate(ids_BT, labels_BT)
-        clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.boundary.finish_step()
+        self.update()
 
 
 def main() -> None:

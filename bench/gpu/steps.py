@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from bench.gpu.clock import settle
-from checkpointing.apply import ActivationCheckpointing
+from bench.step import BuiltRun
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.errors import config_error
@@ -23,19 +23,16 @@ from megacpp.model.documents import Documents
 from megacpp.model.pattern import block_letters
 from megacpp.model.precision import compute_dtype
 from megacpp.run.kernel_check import packed_documents
-from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from optim.muon_adamw import MuonAdamW
 from optim.newton_schulz import newton_schulz_flops
-from parallel.boundary import AccumulationBoundary
-from parallel.build import build_model
 from parallel.mesh import World
 
 GIB = 2**30
 DOCUMENTS = 4  # documents in a packed row
 
 
-class Steps:
+class Steps(BuiltRun):
     """Training step of one process; rows come from the host, as from a loader.
 
     Args:
@@ -45,12 +42,7 @@ class Steps:
     """
 
     def __init__(self, config: Config, device: torch.device, packed: bool) -> None:
-        world = World(0, 1, device)
-        self.config, self.device = config, device
-        self.ac = ActivationCheckpointing(config, device)
-        self.model = build_model(config, world, self.ac)
-        self.optimizer = build_optimizer(self.model, config, world.holders)
-        self.boundary = AccumulationBoundary(self.model, world, config)
+        super().__init__(config, World(0, 1, device))
         number = config.train.grad_accum
         self.batches = [made_up(config, packed, seed) for seed in range(number)]
         self.parameters = sum(p.numel() for p in self.model.parameters())
@@ -58,13 +50,6 @@ class Steps:
     def one_pass(self) -> None:
         """Run forward and backward of one microbatch."""
         self.boundary.accumulate(self.batches[:1])
-
-    def update(self) -> None:
-        """Clip, step and zero the gradients."""
-        clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.boundary.finish_step()
 
     def step(self) -> None:
         """Run a whole step of all its microbatches."""
