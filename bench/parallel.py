@@ -27,8 +27,8 @@ from bench import parser_of
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import preset
 from megacpp.config.schema import Config, DataConfig, MeshConfig, OptimConfig, TrainConfig
+from megacpp.model.count import meta_model
 from megacpp.model.documents import Documents
-from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
@@ -158,9 +158,7 @@ def mixer_seconds(rank: int, size: int, letter: str, tokens: int, mesh: MeshConf
     """
     torch.set_num_threads(1)
     model_config = dataclasses.replace(preset("tiny").model, pattern=letter, depth=1)
-    with torch.device("meta"):
-        model = HybridLM(model_config)
-    model.to_empty(device=CPU)
+    model = meta_model(model_config).to_empty(device=CPU)
     initialise(model, model.init_rules(), 1)
     docs = Documents.rows(1, tokens)
     x_BTD = torch.randn(1, tokens, model_config.dim, generator=torch.Generator().manual_seed(0))

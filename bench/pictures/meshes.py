@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import product
 from typing import Literal
 
-import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -15,7 +14,7 @@ from bench.pictures.svg import Drawing
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import tiny
 from megacpp.config.schema import Config, MeshConfig
-from megacpp.model.hybrid import HybridLM
+from megacpp.model.count import meta_model
 from parallel.context.layout import ContextLayout
 from parallel.fsdp import shard_slice
 from parallel.simulate.fake import fake_world, planned_model
@@ -106,8 +105,8 @@ def slices() -> Drawing:
     """Draw which part of each matrix of two blocks rank 3 of four stores."""
     model = replace(tiny().model, pattern="AF", depth=2)
     config = resolve(replace(tiny(), model=model, mesh=MeshConfig(dp_shard=2, tp=2)), 4)
-    with torch.device("meta"):
-        whole = {n: p.shape for n, p in HybridLM(config.model).named_parameters() if p.ndim == 2}
+    named = meta_model(config.model).named_parameters()
+    whole = {name: p.shape for name, p in named if p.ndim == 2}
     with fake_world(config, 4, 3) as world:
         held = dict(planned_model(config, world).named_parameters())
         parts = {name: shard_slice(held[name].detach()) for name in whole}

@@ -24,8 +24,8 @@ from megacpp.interop.hf_class import Change, HFClass
 from megacpp.interop.keys import padded_shared
 from megacpp.interop.orders import ORDERS
 from megacpp.interop.rewrites import IN_HALVES
+from megacpp.model.count import meta_model
 from megacpp.model.fp32 import contract_parameters
-from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import layer_kinds
 from megacpp.state.tensors import model_tensors
 
@@ -158,8 +158,7 @@ def links(
 
 def _code_links(model: ModelConfig) -> Iterator[Link]:
     """Yield the tensors of a folder with code of ours: each is itself, below `model.`."""
-    with torch.device("meta"):
-        built = HybridLM(model)
+    built = meta_model(model)
     wide = {name for name, _ in (*contract_parameters(built), *built.named_buffers())}
     for name, t in model_tensors(built).items():
         part = RowSpan(name, 0, rows_in(t.shape))

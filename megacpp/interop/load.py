@@ -25,7 +25,7 @@ from megacpp.interop.links import Link, links, our_shapes, own_links, rows_in
 from megacpp.interop.places import WeightsFolder
 from megacpp.interop.rewrites import STACKED_EXPERTS
 from megacpp.interop.stored import StoredTensors
-from megacpp.model.hybrid import HybridLM
+from megacpp.model.count import meta_model
 from megacpp.model.init import Slice, whole
 from megacpp.state.agreement import agreed, this_rank
 from megacpp.state.export import INDEX
@@ -68,8 +68,7 @@ def open_source(place: WeightsFolder, model: ModelConfig) -> WeightsSource:
         CheckpointError: a tensor is missing, left over or of another shape.
         ConfigError: a key of config.json that our settings don't express.
     """
-    with torch.device("meta"):
-        wanted = {name: tuple(t.shape) for name, t in model_tensors(HybridLM(model)).items()}
+    wanted = {name: tuple(t.shape) for name, t in model_tensors(meta_model(model)).items()}
     if place.kind == "hf":
         source = _open_hf(place, read_hf_config(place.folder), model)
     else:

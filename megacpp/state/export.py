@@ -27,7 +27,7 @@ from megacpp.config.saved import read_model_config as read_model_config
 from megacpp.config.schema import Config, ModelConfig
 from megacpp.config.settings import flatten, settings_of
 from megacpp.errors import CheckpointError, shortened
-from megacpp.model.count import count_parameters
+from megacpp.model.count import count_parameters, meta_model
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, initialise, whole
 from megacpp.state.agreement import agreed, this_rank
@@ -233,8 +233,7 @@ def _ordered(model: nn.Module, whole: Catalogue) -> list[str]:
     if whole.everywhere:
         return list(whole.entries)
     assert isinstance(model, HybridLM)  # no other model has pipeline stages
-    with torch.device("meta"):
-        names = list(model_tensors(HybridLM(model.config)))
+    names = list(model_tensors(meta_model(model.config)))
     differ = sorted(whole.entries.keys() ^ set(names))
     assert not differ, f"{differ[0]} is held by no rank, or by one that shouldn't"
     return names
@@ -314,8 +313,7 @@ def _finish(
 
 def empty_model(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> HybridLM:
     """Return a materialised model in which only tables (non-persistent buffers) are initialised."""
-    with torch.device("meta"):
-        model = HybridLM(config).to(dtype)
+    model = meta_model(config).to(dtype)
     model.to_empty(device=device)
     tables = {id(b) for name, b in model.named_buffers() if not is_persistent(model, name)}
 
@@ -354,8 +352,7 @@ def check_tensors(origin: Path, config: ModelConfig, saved: Mapping[str, TensorE
     with _settings_of(origin):
         problem = _too_many(config, saved)
         if not problem:
-            with torch.device("meta"):
-                wanted = model_tensors(HybridLM(config))
+            wanted = model_tensors(meta_model(config))
             problem += [f"has no tensor {n}" for n in sorted(wanted.keys() - saved.keys())]
             problem += [
                 f"has a tensor {n} that the model lacks"

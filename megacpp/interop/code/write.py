@@ -6,16 +6,14 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 import megacpp
 from megacpp.blocks import kinds
 from megacpp.blocks.descriptor import BlockKind
 from megacpp.config.model import ModelConfig
 from megacpp.interop.code.bundle import Bundle
 from megacpp.interop.features import letters
+from megacpp.model.count import meta_model
 from megacpp.model.fp32 import contract_parameters
-from megacpp.model.hybrid import HybridLM
 
 ROOM = "megacpp.interop.code"
 CONFIGURATION, MODELING = "configuration_megacpp", "modeling_megacpp"
@@ -75,9 +73,8 @@ def code_files(model: ModelConfig) -> dict[str, str]:
 
 def _wide_names(model: ModelConfig) -> list[str]:
     """Return the last two parts of the names of parameters that stay in fp32."""
-    with torch.device("meta"):
-        built = HybridLM(model)
-    ends = (".".join(name.split(".")[-2:]) for name, _ in contract_parameters(built))
+    wide = contract_parameters(meta_model(model))
+    ends = (".".join(name.split(".")[-2:]) for name, _ in wide)
     return list(dict.fromkeys(ends))
 
 
