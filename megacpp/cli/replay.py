@@ -19,6 +19,7 @@ from megacpp.config.presets import preset
 from megacpp.config.settings import setting
 from megacpp.config.values import flag_text
 from megacpp.errors import CheckpointError, MegacppError, config_error
+from megacpp.report.files import flat
 from megacpp.state.files import rows_by_step
 from megacpp.state.published import published, step_of
 
@@ -127,19 +128,12 @@ def _steps(folder: Path) -> list[str]:
 def _flags(config: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Return the command line of a saved configuration with the replay's settings."""
     base = flatten(preset(config["preset"]))
-    given = {k: v for k, v in _flat(config).items() if k in base and base[k] != v} | dict(own)
+    saved = {k: tuple(v) if isinstance(v, list) else v for k, v in flat(config).items()}
+    given = {k: v for k, v in saved.items() if k in base and base[k] != v} | dict(own)
     return [
         config["preset"],
         *(f"--{key.replace('_', '-')}={flag_text(value)}" for key, value in given.items()),
     ]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        inside = isinstance(value, Mapping)
-        found |= _flat(value, f"{prefix}{key}.") if inside else {f"{prefix}{key}": value}
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k != "preset"}
 
 
 def _run(flags: list[str], ranks: int) -> None:

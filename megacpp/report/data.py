@@ -26,6 +26,7 @@ from megacpp.report.files import (
     LAUNCH,
     STEP,
     STEPS,
+    flat,
     read_launch,
     read_object,
     read_rows,
@@ -85,7 +86,7 @@ def _gathered(folder: Path) -> dict[str, Any]:
         "totals": _totals(steps, last),
         "evaluations": read_rows(folder / "evaluations.jsonl", EVALUATION),
         "samples": _samples(folder),
-        "settings": _flat(last.get("config") or {}),
+        "settings": flat(last.get("config") or {}),
         "memory": _memory(folder, last, taken, have),
         "traffic": _traffic(last, have),
         "speed": _speed(last, steps),
@@ -262,21 +263,12 @@ def _traffic(launch: Mapping[str, Any], have: Callable[[str, Any, str], Any]) ->
         return {}
     try:
         on_cpu = launch.get("device", "cpu") == "cpu"
-        config = resolve(replace_keys(Config(), _flat(launch["config"])), size)
+        config = resolve(replace_keys(Config(), flat(launch["config"])), size)
         config = as_run(config, "cpu" if on_cpu else "cuda", narrow=not on_cpu)
     except (MegacppError, KeyError, TypeError, ValueError) as error:
         have("communication", None, f"the recorded configuration is not of this version ({error})")
         return {}
     return traffic(config, size).as_dict()
-
-
-def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return a recorded configuration by dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{above}{name}"
-        found |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return found
 
 
 def _growth(folder: Path, taken: list[Snapshot]) -> dict[str, Any]:
