@@ -78,6 +78,7 @@ ENTRIES: dict[str, tuple[int, str, str, str]] = {
     "kernels.m2rnn": (1, f"{GPU} RFF", "triton", "torch"),
     "kernels.experts": (1, f"{GPU} EFF", "triton", "torch"),
     "kernels.cross-entropy": (1, f"{GPU} FFF", "triton", "torch"),
+    "kernels.rms-norm": (1, f"{GPU} FFF", "triton", "torch"),
     "model.attention.sparse.layers": (1, "--model.pattern AAF", "0", "all"),
     "model.attention.sparse.top-k": (1, f"{SPARSE}.layers all", "8", "16"),
     "model.attention.sparse.num-heads": (1, CHOICE, "2", "4"),
