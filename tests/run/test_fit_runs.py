@@ -123,7 +123,7 @@ def test_a_run_whose_candidate_is_broken(
     assert done.returncode == 1, done.stderr
     ours = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(ours) == 1 and ours[0].startswith("error: memory.fit=auto: attempt 1 "), done.stderr
-    assert "not for lack of memory: rank 1: RuntimeError: " in ours[0]
+    assert "not for lack of memory: rank 1: RuntimeError: " in ours[0], done.stderr
     assert "mat1 and mat2 shapes" in ours[0]
     assert not (tmp_path / "run").exists()
 
