@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from megacpp.kernels.linear_cross_entropy.chunked import linear_cross_entropy
+from tests.model.in_child import run_cases
 
-ROOT = Path(__file__).parents[2]
 CASES = "tests/model/triton_loss_cases.py"
-
-
-def run(**more: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", CASES],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    run(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    run_cases(CASES, interpreted=True)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
@@ -61,7 +44,7 @@ def test_compiles_without_a_gpu(softcap: float, capability: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu() -> None:
-    run()
+    run_cases(CASES, interpreted=False)
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,36 +23,29 @@ from megacpp.kernels.m2rnn.reference import m2rnn_chunked
 from megacpp.kernels.m2rnn.support import m2rnn_triton
 from megacpp.kernels.selection import choose
 from megacpp.model.documents import Documents
+from tests.model.in_child import run_cases
 from tests.model.test_flops import in_place_baddbmm
 
-ROOT = Path(__file__).parents[2]
 CASES = "tests/model/m2rnn_triton_cases.py"
 GPU = Host("cuda", "bf16", (9, 0), "a GPU", {"triton": "3.7.1"})
 
 
-def run(config: pytest.Config, **more: str) -> None:
+def run(config: pytest.Config, interpreted: bool) -> None:
     golden = config.getoption("--golden-dir")
     flags = ["--golden-dir", golden] if golden else []
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", CASES, *flags],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_cases(CASES, *flags, interpreted=interpreted)
 
 
 @pytest.mark.slow
 def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
     pytest.importorskip("triton")
-    run(pytestconfig, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    run(pytestconfig, interpreted=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu(pytestconfig: pytest.Config) -> None:
-    run(pytestconfig)
+    run(pytestconfig, interpreted=False)
 
 
 def fake() -> list[Tensor]:

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.model.in_child import run_cases
+
 CASES = "tests/model/rms_norm_triton_cases.py"
-
-
-def run(**more: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", CASES],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    run(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    run_cases(CASES, interpreted=True)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -55,4 +40,4 @@ def test_compiles_without_a_gpu(width: int, capability: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu() -> None:
-    run()
+    run_cases(CASES, interpreted=False)

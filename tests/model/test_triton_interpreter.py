@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.model.in_child import run_cases
+
 CASES = "tests/model/triton_interpreter_cases.py"
 
 
 def test_in_a_process_of_its_own() -> None:
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", CASES],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_cases(CASES, interpreted=True)

@@ -149,7 +149,7 @@ def play(rank: int, job: Job) -> Any:
 
 @functools.cache
 def results() -> dict[Job, list[Any]]:
-    """One fork of ranks for all meshes on as many."""
+    """Return what each job found; meshes of one size share a fork of ranks."""
     jobs = [Job(name) for name in MESHES]
     jobs += [bad_at_the_end(name, bad) for name in MESHES for bad in BAD]
     return on_worlds(play, {job: run_on(job.name).world for job in [*jobs, ALWAYS]})

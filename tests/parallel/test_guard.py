@@ -145,14 +145,14 @@ def _times(value: float) -> Callable[[Tensor], Tensor]:
 
 
 def tensors_of(model: HybridLM, optimizers: Any) -> dict[str, Tensor]:
-    """Everything that a step may change, on this rank."""
+    """Return everything that a step may change, on this rank."""
     found = dict(model.named_parameters()) | optimizers.state_tensors()
     saved = model.state_dict().keys()  # buffers too, but for what a step counts and forgets
     return found | {n: b for n, b in model.named_buffers() if n in saved}
 
 
 def state_of(model: HybridLM, optimizers: Any) -> dict[str, Tensor]:
-    """Its bits."""
+    """Return copies of everything that a step may change, on this rank."""
     tensors = tensors_of(model, optimizers)
     return {name: local_part(t).detach().clone() for name, t in tensors.items()}
 
@@ -177,7 +177,7 @@ class Prepared:
             self.step(step, self.seen)
 
     def step(self, step: int, seen: Seen, case: Case | None = None) -> None:
-        """One step as train.py makes it, poisoned by a case on this rank."""
+        """Make a step as train.py does, poisoned by a case on this rank."""
         boundary = self.boundary
         hooks = poison(self.model, case) if case else []
         sums: StepSums = boundary.accumulate(batches_of(step, self.world, self.run))
