@@ -74,6 +74,8 @@ FLAGS = {
     "fp64": [*FP64, *AHEAD],
     "no labels": [*FP64, *"--train.grad-accum 2 --train.batch-warmup-steps 3".split()],
     "fp16": FP16,
+    # Two axes shard a matrix, on some of the ranks: a step has to find the group of these.
+    "muon": [*FP64, *"--optim.name muon_adamw".split()],
     # On ranks others overflow.
     "fp16, no overflow": [*FP16, *"--precision.loss-scale 1024 --optim.lr 1e-4".split()],
 }
@@ -88,11 +90,18 @@ CASES = [
     Case("fp64", "--mesh.ep 2 --mesh.tp 2 --mesh.dp-shard 1", 2, 1),
     Case("no labels", "--mesh.dp-shard 2", 2, 1, 2),
     Case("fp16, no overflow", "--mesh.dp-shard 2", 2, 1, 2),
+    Case("muon", "--mesh.pp 2 --mesh.tp 2 --mesh.dp-shard 2", 8, 1, 2),
 ]
 # fp64: sums in another order. fp16: the same roundings on one process; on ranks others, four of
 # 2^-10 in a maximum. AdamW's first updates are signs of gradients, of which small ones flip: a rate
 # of 1e-4 keeps such flips below the roundings. A lost scale is off by 1,024.
-LIMITS = {"fp64": 1e-10, "no labels": 1e-10, "fp16": 1e-5, "fp16, no overflow": 2.0**-8}
+LIMITS = {
+    "fp64": 1e-10,
+    "no labels": 1e-10,
+    "muon": 1e-10,
+    "fp16": 1e-5,
+    "fp16, no overflow": 2.0**-8,
+}
 
 
 def flags_of(name: str) -> list[str]:
