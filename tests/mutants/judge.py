@@ -185,6 +185,11 @@ class _Reporter:
         if self.cache.exists():
             shutil.copytree(self.cache, base / "cache")
 
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Take an exit of what a test file imports for an error of that file."""
+        if excinfo.errisinstance(SystemExit):
+            self._write("", True, 0.0)
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self._write(report.nodeid, True, 0.0)

@@ -131,6 +131,8 @@ def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict("a <= b") == ("survived", "")
     assert verdict("a + b") == ("killed", "test_least.py::test_two"), "as long as the one before"
     assert verdict("a <") == ("killed", "test_least.py")
+    leaves = Fault("optim/least.py", "n", 0, "def", "raise SystemExit(2)\ndef")
+    assert tree.judge(["test_least.py"], 30, leaves).outcome == "killed"
     with pytest.raises(RuntimeError, match="no test ran"):
         tree.judge(["test_least.py::test_three"], 30)
     monkeypatch.setattr(judge, "STUCK_S", 2)
