@@ -3,6 +3,7 @@
     python -m bench.launches           # the table
     python -m bench.launches --json    # the same, for programs
     python -m bench.launches --write   # to docs/benchmarks.md
+    python -m bench.launches --compiled [--write]    # of compiled blocks, as Inductor fuses them
 
 Blocks run eagerly, forward and backward under autocast in bf16, on tensors without values that take
 a GPU's paths. An operator that is no view and computes or copies is a launch, and so is each Triton
@@ -24,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +34,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.gpu.tables import write_section
+from bench.scheduled import scheduled
+from checkpointing.compile import compile_blocks
+from checkpointing.tracing.graphs import TracedGraphs
 from checkpointing.tracing.operators import ALLOCATORS, kind_of, tensors_in
 from megacpp.blocks.experts import module as experts
 from megacpp.config.presets import nam56r_base
@@ -47,6 +52,7 @@ from parallel.simulate.fake import fake_tensors
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
 HEADING = "## Launches of a block"
+COMPILED_HEADING = "## Launches of a compiled block"
 ROWS, TOKENS = 2, 4096
 # Kind of block, operation, backend.
 CASES = (
@@ -64,6 +70,7 @@ CASES = (
     ("head", "cross_entropy", "torch"),
     ("head", "cross_entropy", "triton"),
 )
+COMPILED = [(letter, dtype) for letter in "AFE" for dtype in (torch.float32, torch.bfloat16)]
 NO_KERNEL = {name for name in ALLOCATORS if "empty" in name} | {"_unsafe_view"}
 
 
@@ -189,19 +196,61 @@ def table() -> str:
     return "\n".join([heads, "|---|---|---|---|---|---|---|", *(line(row(c)) for c in CASES)])
 
 
+def compiled_line(letter: str, dtype: torch.dtype) -> str:
+    """Return the line of a compiled block, or of an E block's shared expert.
+
+    Args:
+        letter: kind of block.
+        dtype: of its weights: fp32, which autocast casts, or bf16, as FSDP2 gathers them.
+    """
+    model = replace(nam56r_base().model, pattern=letter)
+    with torch.device("meta"):
+        block = Block(letter, model).to(dtype)
+    # Another layer is the last, which keeps everything.
+    stack: Any = SimpleNamespace(blocks={"0": block}, letters=2 * letter)
+    part = compile_blocks(stack, "inductor", 1.0, make=TracedGraphs).graphs[0]
+    whole = part == "block"
+    with fake_tensors(memory=True, gpu=True), torch.autocast("cpu", torch.bfloat16):
+        block.to_empty(device="cpu")
+        x_BTD = torch.empty(ROWS, TOKENS, model.dim, dtype=torch.bfloat16, requires_grad=True)
+        run: Any = block._forward if whole else block.mixer.shared.forward  # type: ignore[union-attr]
+        run(x_BTD, Documents.rows(ROWS, TOKENS))
+    ((pair,),) = ([*run.graph.pairs.values()],)
+    found = scheduled(pair.forward), scheduled(pair.backward, backward=True)
+    products = sum(name.startswith("extern_kernels") for names, _ in found for name in names)
+    width = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    return (
+        f"| {letter}{'' if whole else f', {part}'} | {width} | {len(found[0][0])} | "
+        f"{len(found[1][0])} | {products} | {found[0][1] / 1e9:.2f} | {found[1][1] / 1e9:.2f} |"
+    )
+
+
+def compiled_table() -> str:
+    """Return the table of compiled blocks of docs/benchmarks.md."""
+    heads = (
+        "| block | weights | forward | backward | of these products | GB forward | GB backward |"
+    )
+    return "\n".join(
+        [heads, "|---|---|---|---|---|---|---|", *(compiled_line(*c) for c in COMPILED)]
+    )
+
+
 def main() -> None:
     """Print or write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     parser.add_argument("--write", action="store_true", help="to docs/benchmarks.md")
+    parser.add_argument("--compiled", action="store_true", help="of compiled blocks")
     options = parser.parse_args()
     if options.json:
         print(json.dumps([row(case) for case in CASES], indent=1))
-    elif options.write:
+        return
+    found = compiled_table() if options.compiled else table()
+    if options.write:
         mark = f"Run {time.strftime('%Y-%m-%d')}, {(git_commit() or '')[:7]}:"
-        write_section(PAGE, HEADING, f"{mark}\n\n{table()}")
+        write_section(PAGE, COMPILED_HEADING if options.compiled else HEADING, f"{mark}\n\n{found}")
     else:
-        print(table())
+        print(found)
 
 
 if __name__ == "__main__":

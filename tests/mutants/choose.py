@@ -16,7 +16,9 @@ FIRST = {
     "train.py": f"{WIRING} tests/run/test_rewind.py tests/test_run.py",
     "parallel/": f"{WIRING}",
     "optim/": f"{WIRING}",
-    "megacpp/state/": f"{WIRING} tests/state/test_resume.py tests/state/test_checkpoint.py",
+    "megacpp/state/": "tests/state/test_sound.py tests/state/test_damage.py"
+    " tests/state/test_training.py tests/state/test_checkpoint.py tests/state/test_sparse_stages.py"
+    f" {WIRING} tests/run/test_adamw_state.py tests/state/test_crash.py",
     "megacpp/launch/": f"{WIRING}",
     "megacpp/run/": f"{WIRING}",
     "megacpp/memory/": "",

@@ -112,6 +112,15 @@ def test_some_stay_for_ever(tmp_path: Path) -> None:
     assert names(tmp_path) == [f"step-{step:06d}" for step in (4, 8, 10, 11)]
 
 
+def test_a_run_has_its_checkpoints_stay_for_ever(tmp_path: Path) -> None:
+    config = dataclasses.replace(config_of(), checkpoint=CheckpointConfig(keep_every=2))
+    run = make(tmp_path, config)
+    for _ in range(4):
+        run.steps(1)
+        run.state.save(keep=1)
+    assert names(tmp_path) == ["step-000002", "step-000004"]
+
+
 def test_damaged_and_bad_ones_rotate_no_sound_one_out(
     tmp_path: Path, record_property: Record
 ) -> None:
@@ -162,6 +171,14 @@ def test_damage_falls_back_by_setting_and_names_both(three: Path, file: str) -> 
         shutil.rmtree(three / f"step-{step:06d}")
     with pytest.raises(CheckpointError, match=path.name):  # starts never anew by itself
         resumed(three, "older")
+
+
+def test_a_run_never_goes_back_to_a_damaged_one(three: Path) -> None:
+    run = resumed(three)
+    shard = next((three / "step-000002").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-2] + b"??")
+    with pytest.raises(CheckpointError, match=shard.name):
+        run.state.go_back(three / "step-000002")
 
 
 def test_every_flip_of_latest_is_said(three: Path, record_property: Record) -> None:
