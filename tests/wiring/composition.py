@@ -21,7 +21,7 @@ from megacpp.blocks.mtp.module import MultiTokenPrediction
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.data.corpus import Corpus
-from megacpp.model.auxiliary import AuxiliarySource
+from megacpp.model.auxiliary import TERMS, AuxiliarySource
 from megacpp.model.hybrid import HybridLM
 from optim.build import build_optimizer
 from optim.qk_clip import QKClip
@@ -81,6 +81,11 @@ def composed(config: Config, corpus: Corpus, bad_steps: Collection[int] = ()) ->
         row = {"loss": nll / valid if valid else None, "lr": lr, "skipped": not (sound and valid)}
         row |= {"valid_tokens": valid, "loss_scale": scale if fp16 else None}
         row |= {"grad_accum": len(batches), "tokens": sum(b.ids_BT.numel() for b in batches)}
+        sources = [m for m in model.modules() if isinstance(m, AuxiliarySource)]
+        losses: Any = sum(source.loss_sums.double() for source in sources)
+        row |= {
+            f"aux_{t}": x / row["tokens"] for t, x in zip(TERMS, losses.tolist(), strict=True) if x
+        }
         if sound:  # else of what is finite
             row["grad_norm"] = norm
         if sound and valid:
@@ -97,7 +102,7 @@ def composed(config: Config, corpus: Corpus, bad_steps: Collection[int] = ()) ->
         elif qk_clip is not None:
             qk_clip.reset()
         optimizer.zero_grad()
-        for source in (m for m in model.modules() if isinstance(m, AuxiliarySource)):
+        for source in sources:
             if isinstance(source, Router) and sound and valid:
                 source.update_bias()
             source.forget()

@@ -85,6 +85,7 @@ CASES = [
     Case("fp16"),
     Case("fp64", "--mesh.pp 2", 2),
     Case("fp64", "--mesh.dp-shard 2", 2, 1, 2),
+    Case("fp64", "--mesh.dp-replicate 2 --mesh.dp-shard 1", 2, 1, 2),
     Case("fp64", "--mesh.tp 2", 2, 1),
     Case("fp64", "--mesh.cp 2", 2, 1),
     Case("fp64", "--mesh.ep 2 --mesh.tp 2 --mesh.dp-shard 1", 2, 1),
