@@ -48,6 +48,13 @@ def test_a_rank_that_lost_its_peer_stays_silent(
     monkeypatch.setattr("megacpp.run.failure.PATIENCE_S", 0.0)
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:542] Connection closed by peer [10.0.0.1]")
     assert is_peer_failure(lost) and not is_peer_failure(ValueError("bad shape"))
+    for words in (
+        "[pair.cc:553] Application timeout caused pair closure",
+        "[pair.cc:538] Read error [127.0.0.1]:46233: Connection reset by peer",
+        "NCCL communicator was aborted on rank 1.",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exited",
+    ):
+        assert is_peer_failure(RuntimeError(words)), words
     assert report(lost, tmp_path) == 6 and capsys.readouterr().err == ""
     late = RuntimeError("[gloo] Timed out waiting 600000ms for recv operation to complete")
     assert report(late, tmp_path) == 6 and "waited in vain" in capsys.readouterr().err
