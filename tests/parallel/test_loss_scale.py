@@ -16,7 +16,7 @@ from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.loss_scale import LossScale
+from parallel.loss_scale import LEAST, MOST, LossScale
 from tests.parallel.parity import Run, batches_of, config_of, world_of
 from tests.ranks import run_ranks
 
@@ -122,3 +122,23 @@ def test_the_published_rule() -> None:
         assert one.value == 131072.0
         one.update(False)
         assert one.value == 65536.0 and one.good_steps == 0
+
+
+def test_the_scale_has_limits() -> None:
+    scale = LossScale(PrecisionConfig("fp16", loss_scale=1.0, loss_scale_growth=1))
+    for stepped, limit in ((False, LEAST), (True, MOST)):
+        for _ in range(100):
+            scale.update(stepped)
+        assert scale.value == limit
+
+
+def test_a_run_takes_the_scale_of_its_own_precision_alone() -> None:
+    half, fixed = (LossScale(PrecisionConfig(dtype, loss_scale=64.0)) for dtype in ("fp16", "fp32"))
+    saved = {name: scale.state() for name, scale in (("half", half), ("fixed", fixed))}
+    half.update(False)
+    fixed.restore(half.state())
+    assert fixed.value == 1.0
+    half.restore(saved["fixed"])
+    assert half.value == 32.0
+    half.restore(saved["half"])
+    assert half.value == 64.0

@@ -338,3 +338,16 @@ def test_the_margin_of_calibration_reaches_the_ladder(
     _lead(RankStore(), estimator, Resolved(run, {}, ()))
     (ladder,) = ladders
     assert ladder.extra_bytes(PLAN[0]) == 7
+
+
+def test_other_ranks_hear_that_the_first_one_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = SimpleNamespace(device_bytes=None, budget_bytes=None, source="no device")
+    estimator: Any = SimpleNamespace(size=8, room=room)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    run, peers = replace(BASE, run=replace(BASE.run, dir=str(tmp_path / "run"))), RankStore()
+    with pytest.raises(ConfigError, match="memory.fit=auto: no device") as error:
+        _lead(peers, estimator, Resolved(run, {}, ()))
+    assert peers.told("order/1")
+    assert peers.hear("order/1") == {"error": str(error.value), "code": 2}

@@ -133,22 +133,23 @@ def test_rewinds_are_bounded(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_spikes_rewind_too(corpus: Path, tmp_path: Path, record_property: Record) -> None:
-    """A loss ten times as high, for one step after 40."""
+    """Ever higher losses, in two steps after 40 and in the first one after the rewind."""
     check, made = AccumulationBoundary.check_step, itertools.count(1)
+    factors = {41: 10, 42: 1e3, 43: 1e6}
 
     def high(self: AccumulationBoundary, sums: StepSums, norm: Tensor) -> StepStatus:
         status = check(self, sums, norm)
-        loss = status.loss * (10 if next(made) == 41 else 1)
+        loss = status.loss * factors.get(next(made), 1)
         return dataclasses.replace(status, loss=loss)
 
     folder = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AccumulationBoundary, "check_step", high)
-        flags = "--run.steps 44 --train.rewinds 1 --train.max-spikes 1 --checkpoint.every 10"
+        flags = "--run.steps 44 --train.rewinds 2 --train.max-spikes 2 --checkpoint.every 10"
         done = run(corpus, folder, *flags.split())
     assert done.returncode == 0, done.stderr
     (one,) = rewinds(folder)
-    assert (one["from"], one["to"], one["rows"]) == (41, 40, [80, 82])
-    assert one["why"] == "1 spikes in a row"
+    assert (one["from"], one["to"], one["rows"]) == (42, 40, [80, 84])
+    assert one["why"] == "2 spikes in a row"
     assert [row["step"] for row in records(folder)] == list(range(44))
     record_property("spikes rewound", 1)
