@@ -347,7 +347,7 @@ def test_other_ranks_hear_that_the_first_one_failed(
     estimator: Any = SimpleNamespace(size=8, room=room)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     run, peers = replace(BASE, run=replace(BASE.run, dir=str(tmp_path / "run"))), RankStore()
-    with pytest.raises(ConfigError, match="memory.fit=auto: no device") as error:
+    with pytest.raises(ConfigError, match=r"memory\.fit=auto: no device") as error:
         _lead(peers, estimator, Resolved(run, {}, ()))
     assert peers.told("order/1")
     assert peers.hear("order/1") == {"error": str(error.value), "code": 2}
