@@ -22,13 +22,31 @@ def budget_spent(config: Config, folder: Path) -> NonFiniteError:
         config: configuration of the run.
         folder: folder of checkpoints; none is saved between the first of these steps and the end.
     """
-    newest = newest_sound(folder)
-    where = f"{newest} is from before them" if newest else "nothing was saved before them"
     return NonFiniteError(
         f"train.max_skips={config.train.max_skips}: so many steps in a row were left out or had "
-        f"values that are not finite; {where}. Fix: lower optim.lr ({config.optim.lr:g}) or raise "
-        "optim.warmup_steps, and resume from a checkpoint with sound weights."
+        f"values that are not finite; {_before(folder)}. Fix: lower optim.lr ({config.optim.lr:g}) "
+        "or raise optim.warmup_steps, and resume from a checkpoint with sound weights."
     )
+
+
+def ended_badly(config: Config, folder: Path, bad_steps: int) -> NonFiniteError:
+    """Return the error of a run whose last steps were bad.
+
+    Args:
+        config: configuration of the run.
+        folder: folder of checkpoints; the last one has the state behind these steps.
+        bad_steps: number of them.
+    """
+    return NonFiniteError(
+        f"run.steps={config.run.steps}: the last steps ({bad_steps}) were left out or had values "
+        f"that are not finite, so final/ is not written; {_before(folder)}. Fix: lower optim.lr "
+        f"({config.optim.lr:g}), or go on with more run.steps: a good step ends such a streak."
+    )
+
+
+def _before(folder: Path) -> str:
+    newest = newest_sound(folder)
+    return f"{newest} is from before them" if newest else "nothing was saved before them"
 
 
 class Health:

@@ -29,7 +29,7 @@ from megacpp.run.expert_load import LoadWatch, load_figures
 from megacpp.run.final import finish
 from megacpp.run.forensics import Forensics, Watch
 from megacpp.run.goodput import Goodput
-from megacpp.run.health import Health
+from megacpp.run.health import Health, ended_badly
 from megacpp.run.measured import Calibrator
 from megacpp.run.metrics import MetricsLog, StepRecord, bits_per_byte, peak_memory_bytes
 from megacpp.run.predicted import TEN, verdict
@@ -216,9 +216,12 @@ class Records:
             loss: held-out loss in nats per valid token.
 
         Raises:
-            NonFiniteError: a weight or the held-out loss isn't finite.
+            NonFiniteError: a weight or the held-out loss isn't finite, or the last step was bad.
         """
-        finish(model, self.launch.corpus, self.launch.config, self.log, self.state.step, loss)
+        bad, config = self.state.bad_steps, self.launch.config
+        if bad and config.precision.dtype != "fp16":  # whose scale looks for its place so
+            raise ended_badly(config, self.state.folder, bad)
+        finish(model, self.launch.corpus, config, self.log, self.state.step, loss)
         if self.launch.config.run.tasks:
             self.run_tasks(self.state.step - 1)
 

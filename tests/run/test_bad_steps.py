@@ -67,6 +67,22 @@ def test_the_budget_of_bad_steps(corpus: Path, four: Path, tmp_path: Path) -> No
     assert again.returncode == 5 and len(records(folder)) == 8, "three more tries"
 
 
+def test_a_run_that_ends_on_bad_steps_says_so(corpus: Path, four: Path, tmp_path: Path) -> None:
+    """Two of three steps that `train.max_skips` allows; the run goes on with more steps."""
+    folder = tmp_path / "run"
+    shutil.copytree(four, folder)
+    shutil.rmtree(folder / "final")
+    flags = "--optim.lr 1e30 --train.max-skips 3".split()
+    for _ in range(2):  # the same command makes no further step
+        done = run(corpus, folder, 1, "--run.steps", "7", *flags)
+        assert done.returncode == 5 and not (folder / "final").exists(), done.stderr
+        assert "run.steps=7: the last steps (2) were left out" in done.stderr
+        assert f"{folder}/checkpoints/step-000005 is from before them. Fix: " in done.stderr
+        assert [row["skipped"] for row in records(folder)] == [False] * 5 + [True] * 2
+    done = run(corpus, folder, 1, "--run.steps", "8", *flags)
+    assert done.returncode == 5 and "train.max_skips=3: " in done.stderr, "counted over both starts"
+
+
 def test_sanitized_steps_have_a_budget_too(corpus: Path, four: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(four, folder)
