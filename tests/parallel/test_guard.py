@@ -319,6 +319,10 @@ def test_where_it_was() -> None:
         first, *_, last = (s.where for s in results()[Case(mesh)])
         assert first == last and first.startswith(f"rank {Case(mesh).run.world - 1}: ")
         assert "; rank" not in first and "blocks.0" in first
+    of_experts = [c for c in cases() if (c.mesh, c.where, c.policy) == ("ep2", "shard", "skip")]
+    for case in of_experts:  # no unit has these
+        assert results()[case][0].where == "rank 1: blocks.2.mixer.experts.w2 (3)"
+    assert of_experts
 
 
 def test_a_tied_weight_is_looked_at_before_its_ends_add_up() -> None:
