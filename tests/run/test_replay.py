@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from megacpp.cli import replay as command
 from megacpp.cli.main import main
-from tests.launch import forked
+from tests.launch import forked, watched
 from tests.test_run import SMALL
 
 FLAGS = "--model.depth 2 --model.pattern ME --run.steps 8 --run.digest-every 2 --run.eval-rows 4"
@@ -26,8 +27,16 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_typed(run: Path) -> None:
+    """With an agent and ranks in new interpreters."""
+    words = ["replay", str(run), "--from", "3", "--steps", "2"]
+    done = watched([sys.executable, "-m", "megacpp", *words])
+    assert done.returncode == 0, done.stderr
+    assert f"2 of 2 steps from {run}/checkpoints/step-000003 are equal bit for bit" in done.stdout
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(flags: list[str], ranks: int) -> None:
         done = forked(*flags, ranks=ranks)
         assert done.returncode == 0, done.stderr
@@ -35,6 +44,7 @@ def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_run", run)
 
 
+@pytest.mark.usefixtures("forks")
 def test_the_same_mesh_is_the_same_bits_and_a_changed_record_is_seen(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +66,7 @@ def test_the_same_mesh_is_the_same_bits_and_a_changed_record_is_seen(
     assert wrong["step"] == 5 and found["differing"] == [4, 5]
 
 
+@pytest.mark.usefixtures("forks")
 def test_another_mesh_is_equal_to_the_tolerance(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
