@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from megacpp.blocks.experts.choices import columns, first_null_score, null_copies, slots
 from megacpp.blocks.experts.loads import BatchLoad, DocumentLoad
 from megacpp.config.schema import ModelConfig
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents, documents_of
@@ -77,6 +78,7 @@ class Router(AuxiliarySource):
     tokens_per_expert: Tensor
     gradient_squares: Tensor
     recompute: Recompute = PLAIN
+    kernels: Kernels = PLAIN_KERNELS
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -101,6 +103,10 @@ class Router(AuxiliarySource):
         """Weights and experts `[T, K]` of all tokens; in training also counts and losses."""
         logits_TE = self.logits(x_BTD.flatten(0, -2))
         learns = self.training and not decoding
+        if self._by_kernels(logits_TE):
+            from megacpp.blocks.experts.fused_router import route
+
+            return route(self, x_BTD, logits_TE, docs, learns)
         if not learns or not torch.is_grad_enabled() or not self.auxiliary:
             routing = self.choose(logits_TE)
             weights_TK = routing.weights_TK
@@ -108,8 +114,7 @@ class Router(AuxiliarySource):
             logits_TE, own_TE = Fork.apply(logits_TE, self.gradient_squares)
             routing = self.choose(logits_TE)
             own = replace(routing, logits_TE=own_TE)
-            docs = documents_of(x_BTD, None) if docs is None else docs
-            losses = self.auxiliary_losses(own, docs)
+            losses = self.auxiliary_losses(own, documents_of(x_BTD, docs))
             if not recomputing():
                 self.record(losses)
             total = reduce(torch.add, losses.values())
@@ -235,10 +240,13 @@ class Router(AuxiliarySource):
         """Return the rule of every parameter and buffer, by name below the router."""
         zeros = ("expert_bias", "tokens_per_expert", "gradient_squares", *BUFFERS)
         rules = {"weight": input_rule(self.config), **{name: Constant(0.0) for name in zeros}}
-        if self.nulls:
-            rules["null_score"] = Constant(first_null_score(self.config))
-            rules["null_bias"] = Constant(0.0)
-        return rules
+        score, bias = Constant(first_null_score(self.config)), Constant(0.0)
+        return {**rules, **({"null_score": score, "null_bias": bias} if self.nulls else {})}
+
+    def _by_kernels(self, logits_TE: Tensor) -> bool:
+        """Return whether Triton kernels take over behind the product; else torch's operators."""
+        simple = self.moe.num_groups == 1 and not self.nulls and logits_TE.dtype == torch.float32
+        return self.kernels.experts == "triton" and simple and not torch.compiler.is_compiling()
 
     def _plain(self, p_TE: Tensor) -> Tensor:
         """Return the K most probable experts."""

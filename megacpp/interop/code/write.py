@@ -33,7 +33,10 @@ NEVER = (
         f"megacpp.kernels.experts.fp8:{name}"
         for name in ("_on_hardware", "_outer_on_hardware", "rounded", "_rounded_by_group")
     ),
+    "megacpp.blocks.experts.fused_router",
     "megacpp.kernels.experts.triton",
+    "megacpp.kernels.experts.triton_router",
+    "megacpp.kernels.experts.triton_router_kernels",
     "megacpp.kernels.gated_delta_rule.library",
     "megacpp.kernels.m2rnn.triton",
     "megacpp.kernels.mamba3.library",
