@@ -186,7 +186,11 @@ class Recurrence:
 
 
 def balanced_rows(
-    expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: Fraction | int | None = None
+    expert_TK: Tensor,
+    num_experts: int,
+    multiple: int = 1,
+    expected: Fraction | int | None = None,
+    backend: str = "torch",
 ) -> Groups:
     """Stand-in for `group_rows`: every expert has an even share of the copies.
 
@@ -195,6 +199,7 @@ def balanced_rows(
         num_experts: of the layer.
         multiple: groups are padded to a multiple of it.
         expected: copies of a token that aren't nulls, on average; None: no nulls.
+        backend: all have the same shapes.
     """
     (T, K), new = expert_TK.shape, expert_TK.new_zeros
     sizes = [int(T * (expected or K) + e) // num_experts for e in range(num_experts)]
@@ -219,6 +224,7 @@ class GivenRows(ExpertRows):
         num_experts: int,
         multiple: int = 1,
         expected: Fraction | int | None = None,
+        backend: str = "torch",
     ) -> Groups:
         """Return groups of as many slots, in place of `group_rows`.
 
@@ -227,6 +233,7 @@ class GivenRows(ExpertRows):
             num_experts: of this rank.
             multiple: that groups are padded to.
             expected: choices of a token that aren't null, on average; None: there are no nulls.
+            backend: all have the same shapes.
         """
         found = balanced_rows(expert_TK, num_experts, multiple, expected)
         return replace(

@@ -134,11 +134,10 @@ class Dispatch(nn.Module):
             decoding: nothing is dropped and nothing is padded.
         """
         num_experts = self.moe.num_experts
-        if decoding:
-            groups = group_rows(indices_TK, num_experts, expected=self.expected)
-        elif self.moe.capacity_factor is None:
-            multiple = row_multiple(x_TD.device)
-            groups = group_rows(indices_TK, num_experts, multiple, self.expected)
+        if decoding or self.moe.capacity_factor is None:
+            multiple = 1 if decoding else row_multiple(x_TD.device)
+            how = multiple, self.expected, self.kernels.experts
+            groups = group_rows(indices_TK, num_experts, *how)
         else:
             slots = expert_capacity(len(x_TD), self.moe)
             groups = group_rows_to_capacity(indices_TK, num_experts, slots)

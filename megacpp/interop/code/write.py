@@ -37,6 +37,7 @@ NEVER = (
     "megacpp.kernels.experts.triton",
     "megacpp.kernels.experts.triton_router",
     "megacpp.kernels.experts.triton_router_kernels",
+    "megacpp.kernels.experts.triton_rows",
     "megacpp.kernels.gated_delta_rule.library",
     "megacpp.kernels.m2rnn.triton",
     "megacpp.kernels.mamba3.library",

@@ -46,7 +46,11 @@ class Groups:
 
 
 def group_rows(
-    expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: Fraction | int | None = None
+    expert_TK: Tensor,
+    num_experts: int,
+    multiple: int = 1,
+    expected: Fraction | int | None = None,
+    backend: str = "torch",
 ) -> Groups:
     """Return groups that hold every copy, each padded to a multiple of `multiple` slots.
 
@@ -59,7 +63,12 @@ def group_rows(
         multiple: of slots.
         expected: copies of a token that have an expert, on average, where others are of no expert
             (`num_experts`) and have no slot; None: all have one.
+        backend: of `experts`; Triton's counts instead of sorting, and S is the most on any device.
     """
+    if backend == "triton" and not torch.compiler.is_compiling():
+        from megacpp.kernels.experts import triton_rows
+
+        return Groups(*triton_rows.group(expert_TK, num_experts, multiple, expected is not None))
     if expected is not None:
         return _group_owned(expert_TK, num_experts, multiple)
     _, order_N, slot_N, padded_E = _padded(expert_TK, num_experts, multiple)
@@ -234,6 +243,10 @@ def _rounded(total_TD: Tensor, plus_TD: Tensor | None, dtype: torch.dtype | None
 def weights_of_slots(weights_KT: Tensor, groups: Groups) -> Tensor:
     """Return the weight of each slot, `[S]`; 0 for padding, whatever dropped copies have."""
     slots, slot_KT = len(groups.token_S), groups.slot_KT
+    if groups.backend == "triton" and not torch.compiler.is_compiling():
+        from megacpp.kernels.experts import triton_rows
+
+        return triton_rows.weights_of_slots(weights_KT, slot_KT, groups.token_S, groups.kept_KT)
     if groups.kept_KT is not None:
         slot_KT = torch.where(groups.kept_KT, slot_KT, slots)
     w_S = weights_KT.new_zeros(slots + 1)

@@ -1,0 +1,46 @@
+"""Triton kernels that group rows: in the interpreter, to machine code without a GPU, and on one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.model.in_child import run_cases
+
+CASES = "tests/model/expert_rows_triton_cases.py"
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases(CASES, interpreted=True)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("experts", "top_k"), [(16, 4), (256, 8)])
+def test_compiles_without_a_gpu(experts: int, top_k: int, capability: int) -> None:
+    """To machine code of each kind of GPU that keeps everything in registers."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megacpp.kernels.experts import triton_rows as kernels
+
+    shape = kernels._shape(experts) | {"K": top_k, "MULTIPLE": 16, "OWNED": True, "SOME": True}
+    kinds = {"parts": "*i32", "kept": "*i1", "weights": "*fp32", "out": "*fp32"}
+    kinds |= dict.fromkeys(("copies", "each", "programs", "all_slots", "rows"), "i32")
+    for kernel in (kernels._count_kernel, kernels._place_kernel, kernels._weigh_kernel):
+        fixed = shape | ({"BLOCK": 256} if kernel is kernels._weigh_kernel else {})
+        fixed = {name: fixed[name] for name in kernel.arg_names if name in fixed}
+        of = {n: "constexpr" if n in fixed else kinds.get(n, "*i64") for n in kernel.arg_names}
+        target = GPUTarget("cuda", capability, 32)
+        made = triton.compile(ASTSource(kernel, of, fixed), target=target, options=kernels.OPTIONS)
+        assert made.asm["cubin"] and made.metadata.shared < 49152
+        assert not re.search(r"\b(STL|LDL)\b", made.asm["sass"]), kernel.__name__
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu() -> None:
+    run_cases(CASES, interpreted=False)
