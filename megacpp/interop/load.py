@@ -9,12 +9,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megacpp.blocks.descriptor import HFTensor
 from megacpp.blocks.experts.descriptor import EXPERTS
@@ -25,7 +25,9 @@ from megacpp.interop.links import Link, links, our_shapes, own_links, rows_in
 from megacpp.interop.places import WeightsFolder
 from megacpp.interop.rewrites import STACKED_EXPERTS
 from megacpp.interop.stored import StoredTensors
+from megacpp.interop.vocabulary import add_rows, with_rows_of
 from megacpp.model.count import meta_model
+from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, whole
 from megacpp.state.agreement import agreed, this_rank
 from megacpp.state.export import INDEX
@@ -48,6 +50,7 @@ class WeightsSource:
         links: tensors of the folder as rows of ours.
         unused: tensors of the folder that aren't read.
         zeros: biases of routers that the class lacks because its scores need none.
+        grown: tables of a larger vocabulary than the folder's.
     """
 
     place: WeightsFolder
@@ -55,6 +58,7 @@ class WeightsSource:
     links: Sequence[Link]
     unused: tuple[str, ...] = ()
     zeros: frozenset[str] = frozenset()
+    grown: frozenset[str] = frozenset()
 
 
 def open_source(place: WeightsFolder, model: ModelConfig) -> WeightsSource:
@@ -66,9 +70,13 @@ def open_source(place: WeightsFolder, model: ModelConfig) -> WeightsSource:
 
     Raises:
         CheckpointError: a tensor is missing, left over or of another shape.
-        ConfigError: a key of config.json that our settings don't express.
+        ConfigError: a key of config.json that our settings don't express, or fewer ids.
     """
-    wanted = {name: tuple(t.shape) for name, t in model_tensors(meta_model(model)).items()}
+    there, grown = with_rows_of(place, model), frozenset[str]()
+    wanted = _shapes(there)
+    if there != model:
+        sizes = _shapes(model)
+        model, grown = there, frozenset(n for n in wanted if wanted[n] != sizes[n])
     if place.kind == "hf":
         source = _open_hf(place, read_hf_config(place.folder), model)
     else:
@@ -101,12 +109,15 @@ def open_source(place: WeightsFolder, model: ModelConfig) -> WeightsSource:
             f"{place.folder}: {found[0]}{more}. "
             "Fix: leave out the --model settings that differ from the folder's, or fetch it again."
         )
-    return source
+    return replace(source, grown=grown)
 
 
 @torch.no_grad()
 def load_weights(
-    model: nn.Module, source: WeightsSource, part: Callable[[Tensor], Slice] = whole
+    model: HybridLM,
+    source: WeightsSource,
+    part: Callable[[Tensor], Slice] = whole,
+    seed: int = 0,
 ) -> None:
     """Fill a model's parameters and persistent buffers; every rank calls it.
 
@@ -116,6 +127,7 @@ def load_weights(
         model: model on any mesh.
         source: open folder; it is closed.
         part: what this process stores of a tensor.
+        seed: of rows that the folder lacks.
 
     Raises:
         CheckpointError: the folder is damaged, or has numbers that the model can't hold; raised on
@@ -135,7 +147,15 @@ def load_weights(
                 part(t).local.zero_()
             else:
                 _fill(part(t), where[name], source.stored)
+            if name in source.grown:
+                (rows,) = where[name]
+                rule = model.init_rules()[name]
+                add_rows(part(t), name, rule, seed, rows.link, source.stored)
     source.stored.close()
+
+
+def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(t.shape) for name, t in model_tensors(meta_model(model)).items()}
 
 
 # ---- folders ------------------------------------------------------------------------------------

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megacpp.config.mix import corpus_folders
 from megacpp.config.schema import Config
 from megacpp.data.shards import TOKENIZER
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.interop.load import load_weights, open_source
-from megacpp.interop.places import WeightsFolder, locate, resumed_from, saved_step
+from megacpp.interop.places import WeightsFolder, locate, read_model, resumed_from, saved_step
+from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice
 
 
@@ -27,7 +28,7 @@ def check_start(config: Config) -> None:
         open_source(place, config.model).stored.close()
 
 
-def start_from(model: nn.Module, config: Config, part: Callable[[Tensor], Slice]) -> list[str]:
+def start_from(model: HybridLM, config: Config, part: Callable[[Tensor], Slice]) -> list[str]:
     """Fill a model with the first weights; return lines for the header. Every rank calls it.
 
     Args:
@@ -40,10 +41,13 @@ def start_from(model: nn.Module, config: Config, part: Callable[[Tensor], Slice]
     """
     place = locate(config.checkpoint.init, "checkpoint.init")
     source = open_source(place, config.model)
-    load_weights(model, source, part)
+    load_weights(model, source, part, config.run.seed)
     step = saved_step(place)
     after = f" after {step:,} steps" if step else ""
     lines = [f"weights of {place.folder}{after}; the optimizer starts anew"]
+    if source.grown:
+        new = config.model.vocab_size - read_model(place).vocab_size
+        lines.append(f"{new:,} rows of the vocabulary are new: the mean of the others, and noise")
     if source.unused:
         lines.append(f"not read: {source.unused[0]} and {len(source.unused) - 1} further tensors")
     return lines + other_words(place, config)
