@@ -50,9 +50,10 @@ def export(args: ExportArgs) -> int:
     less = dropped(model)
     for text in less:
         print("\n".join(wrapped(f"left out: {text}")))
+    from megacpp.data.tokenizer import CorpusTokenizer
     from megacpp.interop.export import DTYPES, HFTarget, lines_of, verify_place, write_hf_folder
 
-    tokenizer = _tokenizer(place.folder, place.run)
+    tokenizer = CorpusTokenizer.load(_tokenizer(place.folder, place.run))
     verify_place(place)
     target = HFTarget(Path(args.out), one, DTYPES[args.dtype], int(args.file_gb * 1e9), tuple(less))
     sizes = write_hf_folder(place, as_exported(model, one.own), tokenizer, target)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -18,6 +19,7 @@ SPECIALS = ("<pad>", "<unk>", "<bos>", "<eos>", "<fim_prefix>", "<fim_middle>", 
 PAD, UNK, BOS, EOS, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = range(len(SPECIALS))
 ADDED = "<|endoftext|>"  # added to a tokenizer without special tokens
 CONFIG = "tokenizer_config.json"  # Hugging Face's file for the names of special tokens
+OWN_KEYS = {"tokenizer_class", "bos_token", "eos_token", "pad_token", "chat_template"}  # of ours
 TEMPLATE = "chat_template.jinja"  # and for the chat template, which may also be in CONFIG
 
 # Spellings that published tokenizers use, each list in the order of preference.
@@ -109,13 +111,26 @@ def choose_specials(
     )
 
 
-def named_tokens(path: Path) -> dict[str, str]:
-    """Return the special tokens named in `tokenizer_config.json` beside a tokenizer, by role."""
+def config_values(text: str) -> dict[str, Any]:
+    """Return the keys of a `tokenizer_config.json`; none if it is no JSON object."""
     try:
-        values = json.loads(path.with_name(CONFIG).read_text(encoding="utf-8"))
-        found = {role: values.get(f"{role}_token") for role in NAMES}
-    except (OSError, ValueError, AttributeError):
+        found = json.loads(text)
+    except ValueError:
         return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_config(path: Path) -> str:
+    """Return the text of the `tokenizer_config.json` beside a tokenizer; empty if it has none."""
+    try:
+        return path.with_name(CONFIG).read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def named_tokens(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that a `tokenizer_config.json` names, by role."""
+    found = {role: values.get(f"{role}_token") for role in NAMES}
     plain = {r: v.get("content") if isinstance(v, dict) else v for r, v in found.items()}
     return {role: name for role, name in plain.items() if isinstance(name, str)}
 
@@ -125,34 +140,66 @@ def chat_template(path: Path) -> str:
     try:
         return path.with_name(TEMPLATE).read_text(encoding="utf-8")
     except OSError:
-        pass
+        return template_in(config_values(read_config(path)))
+
+
+def template_in(values: Mapping[str, Any]) -> str:
+    """Return the chat template in a `tokenizer_config.json`; empty if there is none."""
     try:
-        found = json.loads(path.with_name(CONFIG).read_text(encoding="utf-8"))["chat_template"]
+        found = values["chat_template"]
         if isinstance(found, list):  # several, by name
             found = {one["name"]: one["template"] for one in found}["default"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return ""
     return found if isinstance(found, str) else ""
 
 
-def write_named_tokens(
-    inner: tokenizers.Tokenizer, specials: Specials, path: Path, template: str = ""
-) -> None:
-    """Write the `tokenizer_config.json` that belongs to a tokenizer.
+def config_text(
+    inner: tokenizers.Tokenizer, specials: Specials, template: str, given: str = ""
+) -> str:
+    """Return the `tokenizer_config.json` of a tokenizer: the given one where it says the same.
 
     Args:
         inner: tokenizer.
         specials: its special ids around documents.
-        path: its tokenizer.json.
         template: chat template; empty: none.
+        given: text of the file that it came with.
     """
     ids = {"bos": specials.bos, "eos": specials.eos, "pad": specials.pad}
-    values = {f"{role}_token": inner.id_to_token(i) for role, i in ids.items()}
-    values = {"tokenizer_class": "PreTrainedTokenizerFast", **values}
+    names = {f"{role}_token": inner.id_to_token(i) for role, i in ids.items()}
+    values = config_values(given)
+    if not values:
+        values = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    elif named_tokens(values).get("eos") != names["eos_token"]:
+        values["eos_token"] = names["eos_token"]
+    elif template_in(values) == template:
+        return given
+    values.pop("chat_template", None)
     if template:
         values["chat_template"] = template
-    text = json.dumps(values, indent=1, ensure_ascii=False)
-    path.with_name(CONFIG).write_text(text + "\n", encoding="utf-8")
+    return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
+
+
+def opening_ids(
+    inner: tokenizers.Tokenizer, specials: Specials, values: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Return the ids that transformers puts in front of a text.
+
+    A tokenizer that comes with a post-processor or with settings of its own keeps them. For one
+    without either, a text begins as a document of the corpus does, unless that is an end token.
+    `add_bos_token` counts for nothing where there is a tokenizer.json (transformers 5).
+
+    Args:
+        inner: tokenizer.
+        specials: its special ids around documents.
+        values: keys of its `tokenizer_config.json`.
+    """
+    if inner.post_processor is None:
+        no = values.keys() - OWN_KEYS or specials.bos == specials.eos
+        return () if no else (specials.bos,)
+    made = inner.encode("a")
+    pairs = zip(made.ids, made.special_tokens_mask, strict=True)
+    return tuple(i for i, _ in takewhile(lambda pair: pair[1], pairs))
 
 
 def words(inner: tokenizers.Tokenizer, specials: Specials) -> str:

@@ -21,14 +21,18 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megacpp.data.specials import (
     ADDED,
+    CONFIG,
     FIM_NAMES,
     SPECIALS,
     Specials,
     chat_template,
     choose_specials,
+    config_text,
+    config_values,
     named_tokens,
+    opening_ids,
+    read_config,
     special_ids,
-    write_named_tokens,
 )
 from megacpp.data.words import CODE, PATTERNS, Kind
 from megacpp.errors import DataError
@@ -46,13 +50,22 @@ class CorpusTokenizer:
         specials: special ids around documents.
         vocab_size: one more than the largest id.
         template: chat template; empty if there is none.
+        opening: ids that transformers puts in front of a text.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, specials: Specials, template: str = "") -> None:
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        specials: Specials,
+        template: str = "",
+        given: tuple[str, str] = ("", ""),
+    ) -> None:
         inner.encode_special_tokens = True  # "<eos>" inside a text is text
         inner.no_truncation()
         inner.no_padding()
         self.inner, self.specials, self.template = inner, specials, template
+        self.opening = opening_ids(inner, specials, config_values(given[1]))
+        self._given = given  # texts of its two files, which are saved as they came
         self.vocab_size = max(inner.get_vocab().values()) + 1
         self._state = json.loads(inner.to_str())
         # Words of code are looked up; all other text goes through the library as a whole.
@@ -94,7 +107,8 @@ class CorpusTokenizer:
             DataError: it can't be read, or no special token is known to end a document.
         """
         try:
-            inner = tokenizers.Tokenizer.from_file(str(path))
+            text = path.read_bytes().decode()
+            inner = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             first = (str(error).splitlines() or [""])[0]
             raise DataError(
@@ -109,13 +123,18 @@ class CorpusTokenizer:
                 inner.add_special_tokens(list(names))
         if not special_ids(inner):
             inner.add_special_tokens([ADDED])
-        marks = choose_specials(inner, named_tokens(path), eos, str(path))
-        return CorpusTokenizer(inner, marks, chat_template(path))
+            text = ""
+        config = read_config(path)
+        values = config_values(config)
+        marks = choose_specials(inner, named_tokens(values), eos, str(path))
+        return CorpusTokenizer(inner, marks, chat_template(path), (text, config))
 
     def save(self, path: Path) -> None:
         """Write `tokenizer.json` and, beside it, special tokens and chat template."""
-        self.inner.save(str(path), pretty=False)
-        write_named_tokens(self.inner, self.specials, path, self.template)
+        text, config = self._given
+        path.write_text(text or self.inner.to_str(pretty=False), encoding="utf-8", newline="")
+        config = config_text(self.inner, self.specials, self.template, config)
+        path.with_name(CONFIG).write_text(config, encoding="utf-8", newline="")
 
     def encode(self, text: str) -> np.ndarray:
         """Return the uint32 ids of a text, without any special id."""

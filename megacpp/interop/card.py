@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp.config.model import ModelConfig
+from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.interop.hf_class import HFClass
 from megacpp.interop.places import WeightsFolder
 from megacpp.model.count import count_parameters, short
@@ -20,9 +21,11 @@ generate = pipeline("text-generation", model="FOLDER"{trust})
 print(generate("The", max_new_tokens=50)[0]["generated_text"])
 ```
 
-The tokenizer puts the start of a document in front of a text; `add_special_tokens=False` leaves it
-out. {more}
+{opening} {more}
 """
+BEGINS = """\
+The tokenizer puts the start of a document in front of a text; `add_special_tokens=False` leaves it
+out."""
 GGUF = (
     "llama.cpp needs the hash of a new vocabulary in `get_vocab_base_pre` before it converts text."
 )
@@ -37,6 +40,7 @@ def model_card(
     one: HFClass,
     step: int,
     dtype: str,
+    tokenizer: CorpusTokenizer,
     left_out: Sequence[str] = (),
 ) -> str:
     """Return the text of README.md.
@@ -47,6 +51,7 @@ def model_card(
         one: class of transformers.
         step: number of steps that made the weights.
         dtype: of the exported weights.
+        tokenizer: of the folder.
         left_out: what the folder lacks, a line each.
     """
     count = count_parameters(model)
@@ -63,7 +68,16 @@ def model_card(
     less = "".join(f"- Left out: {line}.\n" for line in left_out)
     title = place.run.name if place.run else place.folder.name
     trust = ", trust_remote_code=True" if one.own else ""
-    use = USE.replace("{trust}", trust).replace("{more}", CODE if one.own else GGUF)
+    start = tokenizer.inner.id_to_token(tokenizer.specials.bos)
+    opening = f"In training each document began with `{start}`; the tokenizer puts nothing there."
+    words = {
+        "{trust}": trust,
+        "{opening}": BEGINS if tokenizer.opening else opening,
+        "{more}": CODE if one.own else GGUF,
+    }
+    use = USE
+    for name, text in words.items():
+        use = use.replace(name, text)
     return (
         f"{front}\n# {title}\n\nTrained with megacpp.\n\n| | |\n|---|---|\n{table}\n\n{less}{use}"
     )

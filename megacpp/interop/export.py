@@ -22,6 +22,7 @@ from torch import Tensor
 
 import megacpp
 from megacpp.config.model import ModelConfig
+from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import CheckpointError, config_error
 from megacpp.interop.card import model_card
 from megacpp.interop.classes import to_config
@@ -60,7 +61,7 @@ class HFTarget:
 
 
 def write_hf_folder(
-    place: WeightsFolder, model: ModelConfig, tokenizer: Path, target: HFTarget
+    place: WeightsFolder, model: ModelConfig, tokenizer: CorpusTokenizer, target: HFTarget
 ) -> dict[str, int]:
     """Write weights as a Hugging Face folder; return the bytes of each weights file.
 
@@ -69,7 +70,7 @@ def write_hf_folder(
     Args:
         place: verified folder of the weights.
         model: their settings, without what the folder lacks (`as_exported`).
-        tokenizer: tokenizer.json that belongs to them.
+        tokenizer: tokenizer that belongs to them.
         target: what to write.
 
     Raises:
@@ -102,7 +103,9 @@ def write_hf_folder(
         _write_json(pending / "generation_config.json", {**marks, "do_sample": False})
         write_tokenizer(tokenizer, pending, model.attention.max_seq_len)
         code = code_files(model) if target.one.own else {}
-        card = model_card(place, model, target.one, step, config["dtype"], target.left_out)
+        card = model_card(
+            place, model, target.one, step, config["dtype"], tokenizer, target.left_out
+        )
         for name, text in {**code, "README.md": card}.items():
             write_text(pending / name, text)
     except BaseException:

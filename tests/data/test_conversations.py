@@ -164,7 +164,7 @@ def test_a_template_of_the_tokenizer_is_read_as_transformers_reads_it(
     transformers = pytest.importorskip("transformers")
     spec = CorpusSpec(str(source), tokenizer=str(chatml), validation_fraction=0.1)
     corpus = Corpus(ensure_corpus(spec, tmp_path / "corpus").path, 64)
-    write_tokenizer(corpus.path / "tokenizer.json", tmp_path, 64)
+    write_tokenizer(corpus.tokenizer, tmp_path, 64)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     template = ChatTemplate(corpus.tokenizer)
     talk = [{**one, "content": one["content"].replace("<|im_end|>", "")} for one in TALK]
