@@ -51,6 +51,7 @@ def export(args: ExportArgs) -> int:
     for text in less:
         print("\n".join(wrapped(f"left out: {text}")))
     from megacpp.data.tokenizer import CorpusTokenizer
+    from megacpp.interop.card import vocabulary_note
     from megacpp.interop.export import DTYPES, HFTarget, lines_of, verify_place, write_hf_folder
 
     tokenizer = CorpusTokenizer.load(_tokenizer(place.folder, place.run))
@@ -58,6 +59,8 @@ def export(args: ExportArgs) -> int:
     target = HFTarget(Path(args.out), one, DTYPES[args.dtype], int(args.file_gb * 1e9), tuple(less))
     sizes = write_hf_folder(place, as_exported(model, one.own), tokenizer, target)
     print("\n".join([f"{args.out}:", *lines_of(sizes)]))
+    if note := vocabulary_note(one, tokenizer):
+        print("\n".join(wrapped(note)))
     if args.check:
         from megacpp.interop.compare import compared
 

@@ -23,6 +23,7 @@ from megacpp.data.specials import (
     ADDED,
     CONFIG,
     FIM_NAMES,
+    OURS,
     SPECIALS,
     Specials,
     chat_template,
@@ -135,6 +136,12 @@ class CorpusTokenizer:
         path.write_text(text or self.inner.to_str(pretty=False), encoding="utf-8", newline="")
         config = config_text(self.inner, self.specials, self.template, config)
         path.with_name(CONFIG).write_text(config, encoding="utf-8", newline="")
+
+    @property
+    def learned(self) -> bool:
+        """Whether the vocabulary was learned by `train`."""
+        ours = _values(self._state["pre_tokenizer"]) & set(PATTERNS.values())
+        return bool(ours) and self.specials == OURS
 
     def encode(self, text: str) -> np.ndarray:
         """Return the uint32 ids of a text, without any special id."""

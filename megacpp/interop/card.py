@@ -27,7 +27,8 @@ BEGINS = """\
 The tokenizer puts the start of a document in front of a text; `add_special_tokens=False` leaves it
 out."""
 GGUF = (
-    "llama.cpp needs the hash of a new vocabulary in `get_vocab_base_pre` before it converts text."
+    "llama.cpp doesn't know vocabularies that megacpp learned: before it converts this folder, its "
+    "`get_vocab_base_pre` needs the hash of this one, and a splitting rule to go with it."
 )
 CODE = """\
 The model's code is in this folder (`modeling_megacpp.py`); it needs torch and transformers alone.
@@ -73,7 +74,7 @@ def model_card(
     words = {
         "{trust}": trust,
         "{opening}": BEGINS if tokenizer.opening else opening,
-        "{more}": CODE if one.own else GGUF,
+        "{more}": CODE if one.own else vocabulary_note(one, tokenizer),
     }
     use = USE
     for name, text in words.items():
@@ -81,6 +82,16 @@ def model_card(
     return (
         f"{front}\n# {title}\n\nTrained with megacpp.\n\n| | |\n|---|---|\n{table}\n\n{less}{use}"
     )
+
+
+def vocabulary_note(one: HFClass, tokenizer: CorpusTokenizer) -> str:
+    """Return what llama.cpp lacks for a folder's vocabulary; empty for a vocabulary that it has.
+
+    Args:
+        one: class of transformers; llama.cpp has none of the models that leave with code.
+        tokenizer: of the folder.
+    """
+    return GGUF if tokenizer.learned and not one.own else ""
 
 
 def _figures(run: Path, step: int) -> dict[str, str]:

@@ -16,7 +16,7 @@ from megacpp.data.specials import config_values
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.state.export import export_weights
 from tests.data.test_given_tokenizer import TEXTS, gpt2
-from tests.interop.models import built
+from tests.interop.models import built, final_folder
 from tests.model.small import small
 
 transformers = pytest.importorskip("transformers")
@@ -82,7 +82,9 @@ def exported(corpus: Path, home: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_files_and_ids_are_those_that_came_in(name: str, tmp_path: Path) -> None:
+def test_files_and_ids_are_those_that_came_in(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     came = written(name, tmp_path / "came")
     left = exported(corpus_of(came, tmp_path).path, tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -98,6 +100,20 @@ def test_files_and_ids_are_those_that_came_in(name: str, tmp_path: Path) -> None
     card = (left / "README.md").read_text()
     assert ("puts the start of a document in front" in card) == (name == "llama3")
     assert ("began with `<|endoftext|>`" in card) == (name == "qwen")
+    assert "llama.cpp" not in card + capsys.readouterr().out, "it knows published vocabularies"
+
+
+@pytest.mark.parametrize("to", ["hf", "hf-code"])
+def test_llama_cpp_does_not_know_a_learned_vocabulary(
+    to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Folders with code are none of its models."""
+    final = final_folder(tmp_path / "run", built(small("AFAF", dim=24, vocab_size=300)))
+    assert main(["export", str(final), "--out", str(tmp_path / "out"), "--to", to]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    card = " ".join((tmp_path / "out" / "README.md").read_text().split())
+    for text in (said, card):
+        assert ("llama.cpp doesn't know vocabularies that megacpp learned" in text) == (to == "hf")
 
 
 def test_another_end_of_documents_is_written(tmp_path: Path) -> None:
