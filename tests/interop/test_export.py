@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,25 @@ from megacpp.run.sample import generate
 from megacpp.state.tensors import model_tensors
 from tests.figures import Record
 from tests.interop.models import CASES, built, final_folder, model_of
+from tests.interop.real_text import assert_equal_on_text
 from tests.state.toy import differences
 
 transformers = pytest.importorskip("transformers")
 
 IDS = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(3))
+
+# Tensors that a class holds in another way, so that without our key they come back in its way.
+PADDED, GATED, OUTPUT = r"shared\.w[123]\.", r"shared\.(gate|w2)\.", r"mixer\.w[go]\."
+IN_ANOTHER_WAY = {
+    **dict.fromkeys(("glm4", "glm4_bias", "glm4_partial", "glm4_dense_first"), PADDED),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v3_yarn", "deepseek_v3_llama3"), PADDED),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v32", "glm_dsa"), PADDED),
+    "mixtral_scaled": r"experts\.w2$",
+    "qwen2_moe_ungated": GATED,
+    "qwen3_next": f"{GATED}|{OUTPUT}",
+    "qwen3_next_gated": OUTPUT,
+    "qwen3_next_delta": f"{GATED}|{OUTPUT}",
+}
 
 # Random weights whose likeliest tokens repeat after a few.
 LOOPS = (
@@ -50,6 +65,7 @@ def test_transformers_computes_the_same(name: str, tmp_path: Path, record_proper
     ours = our_logits(model, IDS)
     assert (ours - theirs).abs().max() <= WITHIN * theirs.abs().max()
     assert theirs.std() > 0.1
+    assert_equal_on_text(model, other)
     other.generation_config.eos_token_id = None
     made = other.generate(IDS[:1, :5], max_new_tokens=200, do_sample=False)[0, 5:].tolist()
     assert generate(model, [IDS[0, :5].tolist()], 200) == [made]
@@ -85,6 +101,63 @@ def test_a_folder_comes_back_bit_for_bit(
     back = load_model(place, model.config)
     assert not differences(dict(model_tensors(model)), dict(model_tensors(back)))
     record_property("exported folders read back bit for bit", 1)
+    again = main(
+        [
+            "export",
+            str(final_folder(tmp_path / "b", back)),
+            "--out",
+            f"{tmp_path}/b/out",
+            "--dtype",
+            "fp32",
+        ]
+    )
+    assert again == 0
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "b" / "out" / file).read_bytes() == (out / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_without_our_key_comes_back(name: str, tmp_path: Path) -> None:
+    """By the class's own keys: bit for bit, but for what the class holds in another way."""
+    model, out = exported(name, tmp_path)
+    values = json.loads((out / "config.json").read_text())
+    del values["megacpp"]
+    (out / "config.json").write_text(json.dumps(values))
+    place = locate(str(out), "run")
+    back = load_model(place, read_model(place))
+    first, then = dict(model_tensors(model)), dict(model_tensors(back))
+    other = {
+        key
+        for key in first.keys() | then.keys()
+        if key not in first or key not in then or not torch.equal(first[key], then[key])
+    }
+    rule = re.compile(IN_ANOTHER_WAY.get(name, "no tensor"))
+    assert other == {key for key in first.keys() | then.keys() if rule.search(key)}
+    ours, theirs = our_logits(model, IDS), our_logits(back, IDS)
+    assert (ours - theirs).abs().max() <= WITHIN * ours.abs().max()
+
+
+SPELT = (
+    "llama_tied_yarn llama3 qwen3_yarn olmo3_yarn glm4_partial qwen3_next_published "
+    "deepseek_v3_yarn deepseek_v3_llama3"
+).split()
+
+
+@pytest.mark.parametrize("name", SPELT)
+def test_the_spelling_of_version_4_alone_is_enough(name: str, tmp_path: Path) -> None:
+    """Take `rope_parameters` away: transformers 4 and older servers read the other keys."""
+    model, out = exported(name, tmp_path)
+    values = json.loads((out / "config.json").read_text())
+    del values["rope_parameters"], values["megacpp"]
+    assert {"rope_scaling", "partial_rotary_factor"} & values.keys() and "rope_theta" in values
+    (out / "config.json").write_text(json.dumps(values))
+    auto = transformers.AutoModelForCausalLM
+    other = auto.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        theirs = other.eval()(IDS).logits
+    place = locate(str(out), "run")
+    for ours in (model, load_model(place, read_model(place))):
+        assert (our_logits(ours, IDS) - theirs).abs().max() <= WITHIN * theirs.abs().max()
 
 
 def test_a_routers_bias_stays_wide(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from megacpp.interop.layer_types import SLIDING
 from megacpp.interop.places import locate, read_model
 from megacpp.interop.table import CLASSES
 from tests.interop.models import final_folder
+from tests.interop.real_text import assert_equal_on_text
 
 transformers = pytest.importorskip("transformers")
 
@@ -229,6 +230,7 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
         wanted = theirs(IDS).logits
     assert wanted.std() > 0.1
     assert (our_logits(ours, IDS) - wanted).abs().max() <= WITHIN * wanted.abs().max()
+    assert_equal_on_text(ours, theirs)
     final = final_folder(tmp_path / "run", ours)
     assert main(["export", str(final), "--out", str(tmp_path / "out"), "--dtype", "fp32"]) == 0
     written, first = tensors(tmp_path / "out"), tensors(tmp_path / "hf")
