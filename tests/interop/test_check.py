@@ -1,0 +1,80 @@
+"""`--check` refuses a folder that transformers reads as another model, and needs transformers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megacpp.cli.main import main
+from megacpp.config.model import ModelConfig
+from megacpp.interop import orders
+from tests.interop.models import built, final_folder, model_of
+
+pytest.importorskip("transformers")
+
+KEY = "model.layers.1.self_attn.o_proj.weight"
+
+
+def export(folder: Path, *more: str) -> int:
+    final = final_folder(folder / "run", built(model_of("qwen3_tied")))
+    return main(["export", str(final), "--out", str(folder / "hf"), "--dtype", "fp32", *more])
+
+
+def show(folder: Path) -> int:
+    return main(["show", "--from", str(folder / "hf"), "--check"])
+
+
+def test_one_permuted_tensor_is_refused(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Permuted for transformers alone, as a wrong entry in our table would have it."""
+    assert export(tmp_path) == 0 and show(tmp_path) == 0
+    assert "100.0% of the likeliest tokens equal" in " ".join(capsys.readouterr().out.split())
+    import transformers
+
+    auto = transformers.AutoModelForCausalLM
+    loaded = auto.from_pretrained
+
+    def permuted(folder: Path, **settings: Any) -> Any:
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        tensors[KEY] = tensors[KEY].flip(0).contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
+        return loaded(folder, **settings)
+
+    monkeypatch.setattr(auto, "from_pretrained", permuted)
+    assert show(tmp_path) == 4
+    said = capsys.readouterr().err.splitlines()[-1]  # behind the bar of transformers
+    assert said.startswith(f"error: {tmp_path / 'hf'}: transformers ")
+    assert "differ by at most" in said and "Fix: don't use it" in said
+
+
+def test_an_export_in_a_wrong_order_is_refused(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways with the same mistake: the folder comes back, and only numbers show it."""
+
+    def as_they_are(model: ModelConfig, rows: Any) -> torch.Tensor:
+        return torch.arange(sum(rows))
+
+    monkeypatch.setitem(orders.ORDERS, "halves", as_they_are)  # type: ignore[arg-type]
+    assert export(tmp_path, "--check") == 4
+    assert "differ by at most" in capsys.readouterr().err
+
+
+def test_without_transformers_the_extra_is_named(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    message = "error: check: transformers isn't installed. Fix: pip install 'megacpp[hf]'.\n"
+    assert export(tmp_path, "--check") == 1
+    assert capsys.readouterr().err == message
+    assert show(tmp_path) == 1
+    assert capsys.readouterr().err == message
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "qwen3"
