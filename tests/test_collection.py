@@ -58,3 +58,13 @@ def test_no_test_imports_an_optional_package_when_it_is_collected() -> None:
 )
 def test_imports_are_seen(text: str, found: set[str]) -> None:
     assert imported_at_once(text) == found
+
+
+def test_no_extra_and_no_pin_brings_flash_linear_attention() -> None:
+    """On a machine without a GPU transformers' own layers prefer its kernels, and fail."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [w for words in extras["optional-dependencies"].values() for w in words]
+    lines += [*extras["dependencies"], *(ROOT / "constraints.txt").read_text().split()]
+    names = {name_of(line).lower().replace("_", "-") for line in lines}
+    assert {"transformers", "torch"} <= names
+    assert not names & {"fla", "fla-core", "flash-linear-attention"}
