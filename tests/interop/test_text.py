@@ -82,9 +82,12 @@ def test_ids_of_the_corpus_are_equal(name: str, runs: dict[str, Path], corpus: P
     found = Corpus(corpus, seq_len=64)
     tokenizer = transformers.AutoTokenizer.from_pretrained(runs[name].with_name(f"hf-{name}"))
     texts = [*found.validation_documents(), "<eos> <bos> a\n\tb", "d'été ∑ 𝔘", "", " "]
-    headers = Path(torch.__file__).parent / "include/c10"
-    texts += [path.read_text(errors="replace") for path in sorted(headers.rglob("*.h"))[:300]]
-    assert len(texts) > 200
+    headers = Path(torch.__file__).parent / "include"
+    files = sorted((headers / "c10").rglob("*.h"))
+    more = (headers / "ATen" / "ops").glob("*.h")  # the longest of its many short ones
+    files += sorted(more, key=lambda path: path.stat().st_size)[-1000:]
+    texts += [path.read_text(errors="replace")[:20_000] for path in files]
+    assert len(texts) > 1000
     for text in texts:
         wanted = found.tokenizer.encode(text).tolist()
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == wanted
