@@ -304,6 +304,8 @@ SOFTMAX_ORDER = KeyRule(
 )
 SCALED = same(routed_scaling_factor="moe.route_scale")
 GROUPED = same(n_group="moe.num_groups", topk_group="moe.top_k_groups")
+# vLLM asks for the numbers where transformers has no groups.
+ONE_GROUP = KeyRule(lambda model: {"n_group": 1, "topk_group": 1}, lambda values: {})
 
 
 def shared_width(key: str) -> KeyRule:

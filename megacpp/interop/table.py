@@ -74,13 +74,14 @@ DEEPSEEK = (
     keys.SCALED,
     keys.SHARED_NUMBER,
 )
+BIASED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM's router goes by them
 SPARSE = {**LATENT, **SIGMOID, "query latent": ("yes",)}
 SPARSE_FIXED = {
-    **BASIC, "norm_topk_prob": True, "scoring_func": "sigmoid", "mlp_bias": False,
+    **BASIC, **BIASED, "norm_topk_prob": True, "mlp_bias": False,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
 SPARSE_DEFAULTS = {
-    **DEFAULTS, "norm_topk_prob": True, "scoring_func": "sigmoid", "mlp_bias": False,
+    **DEFAULTS, **BIASED, "norm_topk_prob": True, "mlp_bias": False,
     "first_k_dense_replace": 3, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 SIGMOID_IMPLIED = {"moe.score": "sigmoid", "moe.shared_gate": False}
@@ -350,7 +351,7 @@ CLASSES = (
             "shared expert": ("none", "plain"),
             "heads divide the width": ("yes",),
         },
-        (*DEEPSEEK, keys.LEADING),
+        (*DEEPSEEK, keys.ONE_GROUP, keys.LEADING),
         {
             **BASIC, "topk_method": "greedy", "norm_topk_prob": False, "mlp_bias": False,
             "scoring_func": "softmax",
@@ -369,11 +370,14 @@ CLASSES = (
         "deepseek_v3",
         {**LATENT, **SIGMOID, "feed-forward": (*LEADING, "F alone"), "router": ("none", "sigmoid")},
         (*DEEPSEEK, keys.GROUPED, keys.LEADING),
-        {**BASIC, "norm_topk_prob": True, "rope_interleave": True, "num_nextn_predict_layers": 0},
         {
-            **DEFAULTS, "norm_topk_prob": True, "rope_interleave": True, "n_shared_experts": 1,
-            "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "q_lora_rank": 1536,
-            "routed_scaling_factor": 2.5,
+            **BASIC, **BIASED, "norm_topk_prob": True, "rope_interleave": True,
+            "num_nextn_predict_layers": 0,
+        },
+        {
+            **DEFAULTS, **BIASED, "norm_topk_prob": True, "rope_interleave": True,
+            "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+            "q_lora_rank": 1536, "routed_scaling_factor": 2.5,
         },
         SIGMOID_IMPLIED,
         changes=PADDED,
