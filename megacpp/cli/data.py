@@ -156,7 +156,7 @@ def _warnings(index: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def _ends_cleanly() -> Iterator[None]:
-    """Make SIGTERM unwind like Ctrl-C, so that unfinished files are removed."""
+    """Make SIGTERM unwind like Ctrl-C, so that it is said what the next start goes on with."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

@@ -8,44 +8,58 @@ the end, so a folder with an index is always complete.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import shutil
-import socket
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megacpp.data import fim, specials
+from megacpp.data import specials
 from megacpp.data.compressors import gzip_bits_per_byte, xz_bits_per_byte
-from megacpp.data.conversations import SIMPLE, ChatTemplate, first_question, plain_text
+from megacpp.data.conversations import SIMPLE, first_question
 from megacpp.data.document_store import DocumentStore
+from megacpp.data.encoding import COUNTS, Encoder
 from megacpp.data.held_out import choose_held_out, sample_prompt
+from megacpp.data.reading import read_documents
+from megacpp.data.shard_writer import SplitWriter
 from megacpp.data.shards import (
     FORMAT_VERSION,
     INDEX,
     LEARNED_VERSION,
     TOKENIZER,
-    SplitWriter,
     file_entry,
     read_index,
     token_dtype,
     write_index,
 )
-from megacpp.data.sources import Source, find_source, read_items
+from megacpp.data.sources import Source, find_source
 from megacpp.data.spec import VOCAB_SIZE, CorpusSpec
 from megacpp.data.tokenizer import CorpusTokenizer
+from megacpp.data.unfinished import (
+    RETIRED,
+    LeftoverError,
+    Unfinished,
+    claim,
+    discard,
+    identity,
+)
 from megacpp.data.words import text_kind
 from megacpp.errors import ConfigError, DataError, config_error
-from megacpp.outcome import started_ticks
 from megacpp.terminal.progress import Advance, Stage, progress_bars
 
 BATCH_BYTES = 1 << 20
-HOST = socket.gethostname()
+
+
+class GivenTokenizer(NamedTuple):
+    """Tokenizer that the spec names, its file, and facts about it."""
+
+    path: Path
+    tokenizer: CorpusTokenizer
+    facts: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,65 +75,69 @@ class Prepared:
 def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False) -> Prepared:
     """Make the corpus at `out`, or reuse an existing one; safe to call from several processes.
 
+    A start behind one that was killed goes on with what that one finished, and says so.
+
     Raises:
         ConfigError: a setting breaks a rule, or `out` holds something else.
         DataError: the source or the existing corpus can't be read.
     """
     spec.check()
     start = time.perf_counter()
+    final = out.resolve()
     there = None if force else _existing(spec, out)
     if there is not None:
+        discard(final)
         return Prepared(out, there, False, time.perf_counter() - start)
     if out.exists() and not (out / INDEX).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise config_error("out", out, "exists and is not a corpus", "choose another --out")
-    final = out.resolve()
-    for old in final.parent.glob(f".{final.name}.{HOST}.*.partial"):
-        owner = old.name.split(".")[-2]
-        if owner.isdigit() and started_ticks(int(owner)) is None:  # killed
-            shutil.rmtree(old, ignore_errors=True)
-    temporary = final.with_name(f".{final.name}.{HOST}.{os.getpid()}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
+    given = _given(spec)
+    source = find_source(spec.source, spec.globs, spec.document_bytes)
+    wanted = identity(spec, source, given.path if given else None)
     try:
-        temporary.mkdir(parents=True)
-        _build(spec, temporary)
-        made = _publish(spec, temporary, out, force)
+        work = claim(final, wanted)
+        keep = False
+        try:
+            try:
+                _build(spec, source, given, work)
+            except LeftoverError as error:
+                print(f"{error}: everything is made anew", file=sys.stderr, flush=True)
+                work.begin(wanted)
+                _build(spec, source, given, work)
+            made = _publish(spec, work, out, force)
+        except (KeyboardInterrupt, SystemExit):
+            keep = bool(work.kept())
+            if keep:
+                line = f"{out}: {work.kept()} stay in {work.folder}: the same command goes on there"
+                print(line, file=sys.stderr, flush=True)
+            raise
+        finally:
+            work.release(delete=not keep)
     except OSError as error:
         reason = error.strerror or error
         raise DataError(
             f"out={out}: cannot be written ({reason}). Fix: check disk and rights."
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return Prepared(out, read_index(out), made, time.perf_counter() - start)
 
 
-def _build(spec: CorpusSpec, folder: Path) -> None:
-    """Write every file of the corpus into `folder`, the index last."""
-    given = _given(spec)
-    source = find_source(spec.source, spec.globs, spec.document_bytes)
-    with progress_bars(keep=True) as stage, DocumentStore(folder / "documents") as store:
-        counts = _read(spec, source, store, stage("reading", source.total_bytes))
+def _build(
+    spec: CorpusSpec, source: Source, given: GivenTokenizer | None, work: Unfinished
+) -> None:
+    """Write every file of the corpus into `work.corpus`, the index last."""
+    folder = work.corpus
+    with progress_bars(keep=True) as stage, DocumentStore(work.folder) as store:
+        checked = stage("checking what is there", work.text_bytes) if work.documents else _ignore
+        store.recover(work.documents, checked)
+        counts = read_documents(spec, source, store, work, stage("reading", source.total_bytes))
         train, held_out = _split(spec, store)
-        tokenizer, facts = given or _learn(spec, store, train, stage)
-        if store.shown:
-            tokenizer.template = tokenizer.template or SIMPLE
-        tokenizer.save(folder / TOKENIZER)
+        tokenizer, facts = _tokenizer(spec, given, store, train, work, stage)
+        encoder = Encoder(tokenizer, store.shown is not None, spec.seed)
         advance = stage("encoding", store.total_bytes)
         dtype = token_dtype(tokenizer.vocab_size)
-        splits, cuts = {}, {"psm": 0, "spm": 0}
-        for name, members, rate in (("train", train, spec.fim_rate), ("validation", held_out, 0.0)):
-            writer = SplitWriter(folder, name, dtype, spec.shard_tokens)
-            if store.shown:
-                splits[name] = _conversations(writer, store, members, tokenizer, advance)
-                continue
-            for member, ids, cut in _encoded(store, members, tokenizer, spec.seed, rate):
-                writer.add(ids)
-                advance(store.sizes[member])
-                if cut:
-                    cuts[cut] += 1
-            text_bytes = sum(store.sizes[member] for member in members)
-            splits[name] = writer.close() | {"text_bytes": text_bytes}
-        facts["changed"] = _changed(store, held_out, tokenizer)
+        splits, sums = {}, {}
+        for name, members in (("train", train), ("validation", held_out)):
+            splits[name], sums[name] = _encode(spec, name, members, store, encoder, work, advance)
+        facts["changed"] = sums["validation"]["changed"]
         splits["validation"] |= _compressors(store, held_out, stage)
         prompt = sample_prompt(store.read, held_out)
         if store.shown:
@@ -138,14 +156,14 @@ def _build(spec: CorpusSpec, folder: Path) -> None:
         "vocab_size": tokenizer.vocab_size,
         "special_ids": {name: i for i, name in sorted(tokenizer.special_names.items())},
         "tokenizer": file_entry(folder / TOKENIZER) | facts,
-        "fill_in_the_middle": cuts,
+        "fill_in_the_middle": {kind: sums["train"][kind] for kind in ("psm", "spm")},
         "sample_prompt": prompt,
         "splits": splits,
     }
     write_index(folder, index)
 
 
-def _given(spec: CorpusSpec) -> tuple[CorpusTokenizer, dict[str, Any]] | None:
+def _given(spec: CorpusSpec) -> GivenTokenizer | None:
     """Return the tokenizer that the spec names and its source; None if one is to be learned."""
     if not spec.tokenizer:
         return None
@@ -158,79 +176,7 @@ def _given(spec: CorpusSpec) -> tuple[CorpusTokenizer, dict[str, Any]] | None:
         rule = f"{path} has no special tokens {' '.join(specials.FIM_NAMES[0])}"
         raise config_error("fim_rate", spec.fim_rate, rule, "use --fim-rate 0")
     marks = specials.words(tokenizer.inner, tokenizer.specials)
-    return tokenizer, {"given": str(path), "marks": marks}
-
-
-def _read(
-    spec: CorpusSpec, source: Source, store: DocumentStore, advance: Advance
-) -> dict[str, int]:
-    """Store new documents; return counts of read, empty, broken and duplicate ones."""
-    counts = {"read": 0, "empty": 0, "invalid_utf8": 0, "duplicates": 0}
-    conversations = 0
-    for text, read_bytes, conversation in read_items(source, spec.field):
-        counts["read"] += 1
-        conversations += conversation
-        if text is None:
-            counts["invalid_utf8"] += 1
-        elif not text:
-            counts["empty"] += 1
-        elif not store.add(text.encode()):
-            counts["duplicates"] += 1
-        advance(read_bytes)
-    if conversations:
-        _check_conversations(spec, conversations, counts["read"])
-        store.shown = plain_text
-    if len(store.digests) < 2:
-        found = f"{len(store.digests)} different documents with text"
-        broken = counts["invalid_utf8"]
-        latin = f", {broken} are not UTF-8 (iconv -t UTF-8 converts)" if broken else ""
-        raise DataError(
-            f"source={spec.source}: {found}{latin}, a corpus needs 2 (one is held out). "
-            "Fix: give more files, check --globs and --field, or cut files (--document-bytes 4096)."
-        )
-    return counts
-
-
-def _check_conversations(spec: CorpusSpec, conversations: int, read: int) -> None:
-    """Check that a source of conversations holds nothing else, and isn't to be cut.
-
-    Raises:
-        ConfigError: fill-in-the-middle cuts documents.
-        DataError: some documents are plain texts.
-    """
-    if spec.fim_rate:
-        raise config_error(
-            "fim_rate", spec.fim_rate, "conversations aren't cut", "use --fim-rate 0"
-        )
-    if conversations < read:
-        raise DataError(
-            f"source={spec.source}: {conversations:,} of {read:,} documents are conversations. "
-            "Fix: prepare the others as a corpus of their own, and mix them (--data.mix)."
-        )
-
-
-def _conversations(
-    writer: SplitWriter,
-    store: DocumentStore,
-    members: Sequence[int],
-    tokenizer: CorpusTokenizer,
-    advance: Advance,
-) -> dict[str, Any]:
-    """Write a split of conversations and its mask of learned tokens; return its entry."""
-    template, sizes = ChatTemplate(tokenizer), tokenizer.token_bytes_V
-    mask = SplitWriter(writer.folder, f"{writer.split}-learned", "uint8", writer.shard_tokens)
-    text_bytes = learned_bytes = targets = 0
-    for batch in _batches(store, members):
-        found = template.encode([json.loads(store.raw(i)) for i in batch])
-        for member, (ids, learned) in zip(batch, found, strict=True):
-            writer.add(ids)
-            mask.add(learned)
-            text_bytes += len(store.read(member))
-            learned_bytes += int(sizes[ids[1:][learned[1:] > 0]].sum())
-            targets += int(learned[1:].sum())
-            advance(store.sizes[member])
-    counts = {"targets": targets, "text_bytes": learned_bytes}
-    return writer.close() | {"text_bytes": text_bytes, "learned": mask.close() | counts}
+    return GivenTokenizer(path, tokenizer, {"given": str(path), "marks": marks})
 
 
 def _split(spec: CorpusSpec, store: DocumentStore) -> tuple[list[int], list[int]]:
@@ -243,6 +189,39 @@ def _split(spec: CorpusSpec, store: DocumentStore) -> tuple[list[int], list[int]
 
     order = sorted(range(len(digests)), key=place)
     return [i for i in order if i not in held_out], [i for i in order if i in held_out]
+
+
+def _tokenizer(
+    spec: CorpusSpec,
+    given: GivenTokenizer | None,
+    store: DocumentStore,
+    train: list[int],
+    work: Unfinished,
+    stage: Stage,
+) -> tuple[CorpusTokenizer, dict[str, Any]]:
+    """Return the tokenizer, whose files are written, and facts about it."""
+    path = work.corpus / TOKENIZER
+    if work.tokenizer:
+        files = work.tokenizer["files"]
+        if files != _entries(work.corpus, [file["file"] for file in files]):
+            raise LeftoverError(f"{path} isn't as it was written")
+        tokenizer = given.tokenizer if given else CorpusTokenizer.load(path)
+        if store.shown:
+            tokenizer.template = tokenizer.template or SIMPLE
+        return tokenizer, dict(work.tokenizer["facts"])
+    tokenizer, facts = (
+        (given.tokenizer, given.facts) if given else _learn(spec, store, train, stage)
+    )
+    if store.shown:
+        tokenizer.template = tokenizer.template or SIMPLE
+    tokenizer.save(path)
+    names = sorted(file.name for file in work.corpus.iterdir())
+    work.add_tokenizer(facts, _entries(work.corpus, names))
+    return tokenizer, dict(facts)
+
+
+def _entries(folder: Path, names: Iterable[str]) -> list[dict[str, Any]]:
+    return [file_entry(folder / name) for name in names if (folder / name).is_file()]
 
 
 def _learn(
@@ -266,39 +245,46 @@ def _learn(
     return tokenizer, facts | {"text_kind": kind, "reason": why}
 
 
-def _encoded(
-    store: DocumentStore, members: Sequence[int], tokenizer: CorpusTokenizer, seed: int, rate: float
-) -> Iterator[tuple[int, np.ndarray, str]]:
-    """Yield each document as `BOS tokens EOS`, and psm or spm if it was split.
-
-    Documents that aren't split are encoded in batches.
-    """
-    marks = tokenizer.specials
-    begin, end = (np.array([i], np.uint32) for i in (marks.bos, marks.eos))
-    for batch in _batches(store, members):
-        texts = [store.read(i).decode() for i in batch]
-        digests = [store.digests[i] for i in batch]
-        cuts = [fim.cut(t, d, seed, rate) for t, d in zip(texts, digests, strict=True)]
-        uncut = [text for text, parts in zip(texts, cuts, strict=True) if parts is None]
-        whole = iter(tokenizer.encode_many(uncut))
-        for member, parts in zip(batch, cuts, strict=True):
-            if parts is None:
-                ids, kind = next(whole), ""
-            else:
-                assert marks.fim is not None, "checked before the source was read"
-                ids = fim.arrange(parts, tokenizer.encode, marks.fim)
-                kind = "spm" if parts.suffix_first else "psm"
-            yield member, np.concatenate([begin, ids, end]), kind
-
-
-def _changed(store: DocumentStore, held_out: Sequence[int], tokenizer: CorpusTokenizer) -> int:
-    """Return the number of held-out documents that the tokenizer doesn't reproduce exactly."""
-    count = 0
-    for batch in _batches(store, held_out):
-        texts = [store.read(i).decode() for i in batch]
-        ids = tokenizer.encode_many(texts)
-        count += sum(tokenizer.decode(i.tolist()) != t for i, t in zip(ids, texts, strict=True))
-    return count
+def _encode(
+    spec: CorpusSpec,
+    split: str,
+    members: Sequence[int],
+    store: DocumentStore,
+    encoder: Encoder,
+    work: Unfinished,
+    advance: Advance,
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Write a split behind the shards that are there; return its entry and the sums of COUNTS."""
+    names = [(split, token_dtype(encoder.tokenizer.vocab_size))]
+    if encoder.talks:
+        names.append((f"{split}-learned", "uint8"))
+    shards = work.shards.get(split, [])
+    writers = []
+    for i, (name, dtype) in enumerate(names):
+        done = [shard["entries"][i] for shard in shards]
+        writers.append(SplitWriter(work.corpus, name, dtype, spec.shard_tokens, done))
+    sums = np.array(shards[-1]["sums"] if shards else [0] * len(COUNTS), np.int64)
+    first, held_out = writers[0].documents, split == "validation"
+    advance(sum(store.sizes[member] for member in members[:first]))
+    for batch in _batches(store, members[first:]):
+        found = encoder.encode(
+            [store.raw(i) for i in batch],
+            [store.digests[i] for i in batch],
+            0.0 if held_out else spec.fim_rate,
+            held_out,
+        )
+        for member, (columns, counts) in zip(batch, found, strict=True):
+            closed = [writer.add(ids) for writer, ids in zip(writers, columns, strict=True)]
+            sums += counts
+            advance(store.sizes[member])
+            if closed[0]:
+                work.add_shard(split, [writer.closed() for writer in writers], sums.tolist())
+    total: dict[str, int] = dict(zip(COUNTS, sums.tolist(), strict=True))
+    entry = writers[0].close() | {"text_bytes": total["text_bytes"]}
+    if encoder.talks:
+        counts = {"targets": total["targets"], "text_bytes": total["learned_bytes"]}
+        entry["learned"] = writers[1].close() | counts
+    return entry, total
 
 
 def _compressors(store: DocumentStore, held_out: Sequence[int], stage: Stage) -> dict[str, Any]:
@@ -340,20 +326,20 @@ def _existing(spec: CorpusSpec, out: Path) -> dict[str, Any] | None:
     return index
 
 
-def _publish(spec: CorpusSpec, temporary: Path, out: Path, force: bool) -> bool:
+def _publish(spec: CorpusSpec, work: Unfinished, out: Path, force: bool) -> bool:
     """Rename the finished folder into place; return False if another process was faster."""
-    retired = temporary.with_suffix(".retired")
+    retired = work.folder / RETIRED
     if force and out.exists():
+        shutil.rmtree(retired, ignore_errors=True)
         out.rename(retired)
     try:
-        temporary.rename(out)
+        work.corpus.rename(out)
     except OSError:
         if retired.exists():
             retired.rename(out)
         if _existing(spec, out) is None:
             raise
         return False
-    shutil.rmtree(retired, ignore_errors=True)
     return True
 
 
@@ -361,3 +347,7 @@ def _advancing(documents: Iterable[bytes], advance: Advance) -> Iterator[bytes]:
     for document in documents:
         yield document
         advance(len(document))
+
+
+def _ignore(amount: int) -> None:
+    pass

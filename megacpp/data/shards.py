@@ -18,10 +18,9 @@ import hashlib
 import json
 import os
 import zlib
-from array import array
 from bisect import bisect_left, bisect_right
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -45,65 +44,6 @@ def token_dtype(vocab_size: int) -> str:
 def little_endian(dtype: str) -> np.dtype:
     """Return the dtype in the byte order of the files, whatever the machine's own is."""
     return np.dtype(dtype).newbyteorder("<")
-
-
-class SplitWriter:
-    """Writer of one split, shard by shard; `close` returns its entry for the index.
-
-    Args:
-        folder: folder of the corpus.
-        split: name of the split.
-        dtype: dtype of the ids.
-        shard_tokens: tokens that close a shard, with the document that reaches them.
-    """
-
-    def __init__(self, folder: Path, split: str, dtype: str, shard_tokens: int) -> None:
-        self.folder, self.split = folder, split
-        self.dtype, self.shard_tokens = little_endian(dtype), shard_tokens
-        self.offsets = array("Q", [0])
-        self.shards: list[dict[str, Any]] = []
-        self.file: BinaryIO | None = None
-        self.hash = hashlib.sha256()
-        self.blocks = BlockSums()
-
-    def add(self, ids: np.ndarray) -> None:
-        """Append a whole document; close the shard once it holds `shard_tokens` or more."""
-        if self.file is None:
-            name = f"{self.split}-{len(self.shards):05d}.bin"
-            self.shards.append({"file": name, "tokens": 0, "documents": 0})
-            self.file, self.hash = (self.folder / name).open("wb"), hashlib.sha256()
-            self.blocks = BlockSums()
-        raw = ids.astype(self.dtype).tobytes()
-        self.file.write(raw)
-        self.hash.update(raw)
-        self.blocks.update(raw)
-        self.offsets.append(self.offsets[-1] + len(ids))
-        self.shards[-1]["tokens"] += len(ids)
-        self.shards[-1]["documents"] += 1
-        if self.shards[-1]["tokens"] >= self.shard_tokens:
-            self._close_shard()
-
-    def close(self) -> dict[str, Any]:
-        """Finish the last shard and the offsets; return counts, sizes and hashes of all files."""
-        self._close_shard()
-        path = self.folder / f"{self.split}-documents.bin"
-        path.write_bytes(np.asarray(self.offsets, "<u8").tobytes())
-        return {
-            "documents": len(self.offsets) - 1,
-            "tokens": self.offsets[-1],
-            "offsets": file_entry(path),
-            "shards": self.shards,
-        }
-
-    def _close_shard(self) -> None:
-        if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            size = self.file.tell()
-            self.file.close()
-            sums = {"sha256": self.hash.hexdigest(), "blocks": self.blocks.hexdigests()}
-            self.shards[-1] |= {"bytes": size, **sums}
-            self.file = None
 
 
 class BlockSums:

@@ -1,49 +1,22 @@
-"""Sources of documents: torch's headers, text files, .jsonl[.gz|.zst] or .parquet files, URLs.
-
-Every reader yields `SourceDocument`s; a text that isn't valid UTF-8 becomes None, so that the
-caller can count and skip it. This module imports no torch; optional libraries load inside
-functions.
-"""
+"""Sources of documents: torch's headers, a folder, a file, a URL. This module imports no torch."""
 
 from __future__ import annotations
 
-import gzip
-import importlib
 import importlib.metadata
 import importlib.util
-import json
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
 
-from megacpp.data.conversations import is_conversation, messages_of
 from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files
+from megacpp.data.readers import SourceDocument, read_file
 from megacpp.data.remote import RemoteFiles, remote_files
-from megacpp.errors import DataError, did_you_mean
+from megacpp.errors import DataError
 from megacpp.urls import is_url
 
-if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
-
 TORCH_HEADERS = "torch-headers"
-FIELDS = ("text", "content")  # tried in this order if none is given
-MESSAGES = "messages"  # field of a conversation
-PAIR = ("prompt", "completion")  # fields of a short one
-PIECE_BYTES = 1 << 20
 LONGEST = 1 << 21  # bytes of a document: encoding takes some hundred bytes for each
-LINE_BYTES = 1 << 27  # of a JSON record
 LONE_DOCUMENTS, LONE_SHORTEST = 1024, 1 << 11  # a single file: its documents, and least bytes
-
-
-class SourceDocument(NamedTuple):
-    """Document, with the number of bytes of its file that were consumed for it."""
-
-    text: str | None  # None: not valid UTF-8
-    read_bytes: int
-    conversation: bool = False  # the text is a JSON list of messages
 
 
 @dataclass(frozen=True)
@@ -65,9 +38,23 @@ class Source:
     document_bytes: int = LONGEST
     remote: RemoteFiles | None = None
 
-    def paths(self) -> Iterable[Path]:
-        """Return the files in order, each there when its turn comes."""
-        return self.files if self.remote is None else self.remote.fetched()
+    def numbered(self, done: Collection[int] = ()) -> Iterator[tuple[int, Path]]:
+        """Yield the files in order with their numbers, but those done; each when its turn comes."""
+        numbers = [number for number in range(len(self.files)) if number not in done]
+        if self.remote is None:
+            yield from ((number, self.files[number]) for number in numbers)
+            return
+        files = tuple(self.remote.files[number] for number in numbers)
+        yield from zip(numbers, replace(self.remote, files=files).fetched(), strict=True)
+
+    def facts(self) -> Iterator[tuple[object, ...]]:
+        """Yield names, sizes and times or tags of the files, which stand for their content."""
+        if self.remote is not None:
+            yield from ((file.name, file.bytes, file.tag) for file in self.remote.files)
+            return
+        for path in self.files:
+            stat = path.stat()
+            yield str(path), stat.st_size, stat.st_mtime_ns
 
 
 def find_source(source: str, globs: Sequence[str] = (), document_bytes: int = 0) -> Source:
@@ -145,262 +132,12 @@ def read_items(source: Source, field: str = "") -> Iterator[SourceDocument]:
     Raises:
         DataError: unreadable file, broken record, missing or non-text field.
     """
-    for path in source.paths():
-        try:
-            if path.name.endswith(".parquet"):
-                yield from _cut_texts(_parquet(path, field), source.document_bytes)
-            elif path.name.endswith(RECORD_SUFFIXES):
-                yield from _cut_texts(_json_lines(path, field), source.document_bytes)
-            else:
-                yield from _text_file(path, source.document_bytes)
-        except OSError as error:
-            raise DataError(
-                f"{path}: cannot be read ({error.strerror or error}). Fix: check the file."
-            ) from None
+    for _, path in source.numbered():
+        yield from read_file(path, field, source.document_bytes)
 
 
 def _plain(path: Path) -> bool:
     return not path.name.endswith(RECORD_SUFFIXES)
-
-
-def _cut_texts(documents: Iterator[SourceDocument], longest: int) -> Iterator[SourceDocument]:
-    """Split texts of more than `longest` bytes, as text files are."""
-    for document in documents:
-        text, read_bytes, whole = document
-        if text is None or whole or 4 * len(text) <= longest:
-            yield document
-            continue
-        if len(raw := text.encode()) <= longest:
-            yield document
-            continue
-        del text
-        at = 0
-        while at < len(raw):
-            end = (
-                at + _cut(raw[at : at + longest + 1], longest)
-                if len(raw) - at > longest
-                else len(raw)
-            )
-            yield SourceDocument(raw[at:end].decode(), read_bytes)
-            at, read_bytes = end, 0
-
-
-def _text_file(path: Path, longest: int) -> Iterator[SourceDocument]:
-    """Yield a text file as one document, or split into several of at most `longest` bytes."""
-    rest = b""
-    with path.open("rb") as file:
-        while piece := file.read(max(longest, PIECE_BYTES)):
-            rest += piece
-            while len(rest) > longest:
-                end = _cut(rest, longest)
-                yield SourceDocument(_utf8(rest[:end]), end)
-                rest = rest[end:]
-    yield SourceDocument(_utf8(rest), len(rest))
-
-
-def _cut(raw: bytes, longest: int) -> int:
-    """Return the end of a document: a blank line, line, word or character.
-
-    The end is at most `longest` bytes away, and at least half of that.
-    """
-    for mark in (b"\n\n", b"\r\n\r\n", b"\n", b" "):
-        end = raw.rfind(mark, longest // 2, longest)
-        if end >= 0:
-            return end + len(mark)
-    inside = (i for i in range(4) if longest > i and raw[longest - i] & 0xC0 != 0x80)
-    return longest - next(inside, 0)  # a character has four bytes at most
-
-
-def _json_lines(path: Path, field: str) -> Iterator[SourceDocument]:
-    readers = {".zst": _zst_lines, ".gz": _gz_lines}
-    lines = readers.get(path.suffix, _plain_lines)(path)
-    for number, (raw, read_bytes) in enumerate(lines, start=1):
-        if not raw.strip():
-            continue
-        line = _utf8(raw)
-        text, conversation = (None, False) if line is None else _field(line, field, path, number)
-        yield SourceDocument(text, read_bytes, conversation)
-
-
-def _field(line: str, field: str, path: Path, number: int) -> tuple[str | None, bool]:
-    """Return the text of one JSON record, and whether it is a conversation.
-
-    None in place of a text that holds half of a surrogate pair.
-    """
-    where = f"{path} line {number}"
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: no valid JSON ({error}). Fix: repair or drop it.") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: is not a JSON object. Fix: write {{'text': ...}} a line.")
-    known = field or any(name in record for name in FIELDS)
-    if field == MESSAGES or (not known and is_conversation(record)):
-        text = json.dumps(messages_of(record, where), ensure_ascii=False)
-        return (text if _encodes(text) else None), True
-    field = _present(field, record, where, "field")
-    text = record[field]
-    if not isinstance(text, str):
-        kind = type(text).__name__
-        raise DataError(f"{where}: field {field!r} is {kind}, not text. Fix: choose another field.")
-    return (text if _encodes(text) else None), False
-
-
-def _plain_lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    with path.open("rb") as file:
-        while line := file.readline(LINE_BYTES + 1):
-            _check_length(line, path)
-            yield line, len(line)
-
-
-def _gz_lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield lines of a gzip file; compressed bytes count for the line that needed them."""
-    with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) as file:
-        consumed = 0
-        try:
-            while line := file.readline(LINE_BYTES + 1):
-                _check_length(line, path)
-                yield line, raw.tell() - consumed
-                consumed = raw.tell()
-        except (gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path}: corrupt gzip data ({error}). Fix: copy it again.") from None
-        except EOFError:
-            raise DataError(
-                f"{path}: the gzip data ends early (truncated). Fix: copy it again."
-            ) from None
-
-
-def _check_length(line: bytes, path: Path) -> None:
-    if len(line) > LINE_BYTES:
-        raise DataError(
-            f"{path}: a record of more than {LINE_BYTES:,} bytes. "
-            "Fix: write that document as a text file, which is read in parts."
-        )
-
-
-def _zst_lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield lines of a zstd file; the compressed bytes of a piece count for its first line."""
-    rest = b""
-    consumed = 0
-    for piece, read_bytes in _zst_pieces(path):
-        consumed += read_bytes
-        *lines, rest = (rest + piece).split(b"\n")
-        _check_length(rest, path)
-        for line in lines:
-            _check_length(line, path)
-            yield line, consumed
-            consumed = 0
-    if rest:
-        yield rest, consumed
-
-
-def _zst_pieces(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield decompressed pieces; unlike a stream reader this detects a truncated frame."""
-    zstandard = _optional("zstandard", path)
-    frame = None
-    with path.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            read_bytes = len(piece)
-            while piece:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                try:
-                    yield frame.decompress(piece), read_bytes
-                except zstandard.ZstdError as error:
-                    raise DataError(
-                        f"{path}: corrupt zstd data ({error}). Fix: copy it again."
-                    ) from None
-                read_bytes, piece = 0, frame.unused_data
-                frame = None if frame.eof else frame
-    if frame is not None:
-        raise DataError(f"{path}: the zstd data ends early (truncated). Fix: copy it again.")
-
-
-def _parquet(path: Path, field: str) -> Iterator[SourceDocument]:
-    arrow = _optional("pyarrow", path)
-    parquet = importlib.import_module("pyarrow.parquet")
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if talks := _conversation_columns(names, field):
-                yield from _parquet_conversations(path, file, talks)
-                return
-            field = _present(field, names, str(path), "column")
-            share = path.stat().st_size / max(1, file.metadata.num_rows)
-            done = 0
-            for batch in file.iter_batches(batch_size=256, columns=[field]):
-                for row, value in enumerate(batch.column(0), start=done):
-                    read_bytes = int(share * (row + 1)) - int(share * row)
-                    yield SourceDocument(_cell(value, field, path, row), read_bytes)
-                done += batch.num_rows
-    except arrow.ArrowException as error:
-        first = str(error).splitlines()[0]
-        raise DataError(f"{path}: corrupt parquet data ({first}). Fix: copy it again.") from None
-
-
-def _conversation_columns(names: Sequence[str], field: str) -> list[str]:
-    """Return the columns of conversations, by the rule of JSON records; none: rows are texts."""
-    columns: list[str] = [MESSAGES] if MESSAGES in names else [*PAIR]
-    wanted = field == MESSAGES or not (field or set(FIELDS) & set(names))
-    return columns if wanted and is_conversation(dict.fromkeys(names)) else []
-
-
-def _parquet_conversations(
-    path: Path, file: ParquetFile, columns: list[str]
-) -> Iterator[SourceDocument]:
-    share, done = path.stat().st_size / max(1, file.metadata.num_rows), 0
-    for batch in file.iter_batches(batch_size=256, columns=columns):
-        try:
-            records = batch.to_pylist()
-        except UnicodeDecodeError:
-            where = f"{path} rows {done} to {done + batch.num_rows - 1}"
-            raise DataError(f"{where}: a text isn't UTF-8. Fix: repair or drop it.") from None
-        for row, record in enumerate(records, start=done):
-            text = json.dumps(messages_of(record, f"{path} row {row}"), ensure_ascii=False)
-            read_bytes = int(share * (row + 1)) - int(share * row)
-            yield SourceDocument(text, read_bytes, True)
-        done += batch.num_rows
-
-
-def _cell(value: object, field: str, path: Path, row: int) -> str | None:
-    try:
-        text = value.as_py()  # type: ignore[attr-defined]
-    except UnicodeDecodeError:
-        return None
-    if text is None:  # a null is an empty document
-        return ""
-    if not isinstance(text, str):
-        raise DataError(
-            f"{path} row {row}: column {field!r} is {type(text).__name__}, not text. "
-            "Fix: choose another field."
-        )
-    return text
-
-
-def _utf8(raw: bytes) -> str | None:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def _encodes(text: str) -> bool:
-    """Return False for a lone surrogate, which JSON can express and UTF-8 can't."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _present(field: str, names: Iterable[object], where: str, what: str) -> str:
-    """Return the given field, or the first of FIELDS that a record has."""
-    known = [str(name) for name in names]
-    found = next((f for f in ([field] if field else FIELDS) if f in known), None)
-    if found is None:
-        wanted = repr(field) if field else " or ".join(map(repr, FIELDS))
-        hint = did_you_mean(field or FIELDS[0], known)
-        raise DataError(f"{where}: has no {what} {wanted}. Fix: choose --field ({hint}).")
-    return found
 
 
 def _torch_version() -> str:
@@ -408,10 +145,3 @@ def _torch_version() -> str:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return "(unknown version)"
-
-
-def _optional(name: str, path: Path) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise DataError(f"{path}: reading it needs {name}. Fix: pip install {name}.") from None

@@ -7,8 +7,9 @@ import pytest
 
 from megacpp.data.files import CPP_GLOBS
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
+from megacpp.data.readers import SourceDocument
 from megacpp.data.shards import fingerprint
-from megacpp.data.sources import TORCH_HEADERS, SourceDocument, find_source, read_items
+from megacpp.data.sources import TORCH_HEADERS, find_source, read_items
 from megacpp.errors import DataError
 from tests.figures import Record
 
@@ -124,7 +125,7 @@ def test_zst_frames_lines_and_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "both.jsonl.zst"
     path.write_bytes(one + two)
     for piece_bytes in (1, 7, 1 << 20):
-        monkeypatch.setattr("megacpp.data.sources.PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr("megacpp.data.readers.PIECE_BYTES", piece_bytes)
         assert texts(path) == ["one", "two", "three"]
 
 
@@ -228,7 +229,7 @@ def test_long_records_are_cut_by_the_rule_of_text_files(
     assert all(item.text and len(item.text.encode()) <= 1000 for item in found)
     assert len(found) > 6 and "short" in [item.text for item in found]
     assert sum(item.read_bytes for item in found) == path.stat().st_size
-    monkeypatch.setattr("megacpp.data.sources.LINE_BYTES", 1000)
+    monkeypatch.setattr("megacpp.data.readers.LINE_BYTES", 1000)
     for one in (path, write_zst(tmp_path / "rows.jsonl.zst", path.read_bytes())):
         with pytest.raises(DataError, match=r"a record of more than 1,000 bytes\. Fix: write"):
             list(read_items(find_source(str(one)), "text"))
