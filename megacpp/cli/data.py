@@ -24,6 +24,9 @@ class PrepareArgs(CorpusSpec):
 
     out: str = setting("", "Folder of the corpus (empty: data/ and the name of the source).")
     force: bool = setting(False, "Rebuild a corpus that is there.")
+    workers: int = setting(
+        0, "Processes that read and encode (0: the cores that it may use).", at_least=0
+    )
     json: bool = setting(False, "Print the result as one JSON object.")
 
     def folder(self) -> Path:
@@ -52,7 +55,7 @@ class InspectArgs:
 def prepare(args: PrepareArgs) -> None:
     """Make a corpus: read a source, deduplicate, split, learn a tokenizer, write token shards."""
     with _ends_cleanly():
-        prepared = ensure_corpus(args, args.folder(), args.force)
+        prepared = ensure_corpus(args, args.folder(), args.force, args.workers)
     if args.json:
         print(json.dumps(_prepared_json(prepared)))
     else:

@@ -5,7 +5,6 @@ Torch and numpy aren't imported here: the report page reads the same table.
 
 from __future__ import annotations
 
-import gzip
 import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -32,15 +31,6 @@ def compressor_bars(values: Mapping[str, Any]) -> list[CompressorBar]:
         for key, name, how in known
         if values.get(key) is not None
     ]
-
-
-def gzip_bits_per_byte(documents: Iterable[bytes]) -> float:
-    """Bits per byte of `gzip -9` over each document alone."""
-    packed = total = 0
-    for document in documents:
-        packed += len(gzip.compress(document, 9, mtime=0))
-        total += len(document)
-    return 8 * packed / total
 
 
 def xz_bits_per_byte(documents: Iterable[bytes], total: int) -> tuple[float | None, int]:

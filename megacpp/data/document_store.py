@@ -35,7 +35,7 @@ class DocumentStore:
         self.digests: list[bytes] = []  # SHA-256 of document i
         self.sizes = array("Q")
         self.total_bytes = 0
-        self._starts = array("Q")
+        self.begins = array("Q")
         self._seen: set[bytes] = set()
         self._flushed = 0
 
@@ -104,11 +104,11 @@ class DocumentStore:
         """Return the stored bytes of document `i`."""
         if self._flushed < self.total_bytes:
             self.flush()
-        return os.pread(self.file.fileno(), self.sizes[i], self._starts[i])
+        return os.pread(self.file.fileno(), self.sizes[i], self.begins[i])
 
     def _note(self, digest: bytes, size: int) -> None:
         self._seen.add(digest)
         self.digests.append(digest)
         self.sizes.append(size)
-        self._starts.append(self.total_bytes)
+        self.begins.append(self.total_bytes)
         self.total_bytes += size

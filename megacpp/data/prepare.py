@@ -7,7 +7,9 @@ the end, so a folder with an index is always complete.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import shutil
 import sys
 import time
@@ -19,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megacpp.data import specials
-from megacpp.data.compressors import gzip_bits_per_byte, xz_bits_per_byte
+from megacpp.data.compressors import xz_bits_per_byte
 from megacpp.data.conversations import SIMPLE, first_question
 from megacpp.data.document_store import DocumentStore
-from megacpp.data.encoding import COUNTS, Encoder
+from megacpp.data.encoding import COUNTS, Encoder, EncodingJob
 from megacpp.data.held_out import choose_held_out, sample_prompt
 from megacpp.data.reading import read_documents
 from megacpp.data.shard_writer import SplitWriter
@@ -48,6 +50,7 @@ from megacpp.data.unfinished import (
     identity,
 )
 from megacpp.data.words import text_kind
+from megacpp.data.workers import in_order, worker_count
 from megacpp.errors import ConfigError, DataError, config_error
 from megacpp.terminal.progress import Advance, Stage, progress_bars
 
@@ -72,10 +75,17 @@ class Prepared:
     seconds: float
 
 
-def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False) -> Prepared:
+def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False, workers: int = 0) -> Prepared:
     """Make the corpus at `out`, or reuse an existing one; safe to call from several processes.
 
     A start behind one that was killed goes on with what that one finished, and says so.
+
+    Args:
+        spec: source and settings.
+        out: folder of the corpus.
+        force: make it again if it is there.
+        workers: processes that read and encode (0: the cores that this process may use); their
+            number leaves the bytes unchanged.
 
     Raises:
         ConfigError: a setting breaks a rule, or `out` holds something else.
@@ -98,11 +108,11 @@ def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False) -> Prepared:
         keep = False
         try:
             try:
-                _build(spec, source, given, work)
+                _build(spec, source, given, work, workers)
             except LeftoverError as error:
                 print(f"{error}: everything is made anew", file=sys.stderr, flush=True)
                 work.begin(wanted)
-                _build(spec, source, given, work)
+                _build(spec, source, given, work, workers)
             made = _publish(spec, work, out, force)
         except (KeyboardInterrupt, SystemExit):
             keep = bool(work.kept())
@@ -121,23 +131,33 @@ def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False) -> Prepared:
 
 
 def _build(
-    spec: CorpusSpec, source: Source, given: GivenTokenizer | None, work: Unfinished
+    spec: CorpusSpec,
+    source: Source,
+    given: GivenTokenizer | None,
+    work: Unfinished,
+    workers: int,
 ) -> None:
     """Write every file of the corpus into `work.corpus`, the index last."""
     folder = work.corpus
     with progress_bars(keep=True) as stage, DocumentStore(work.folder) as store:
         checked = stage("checking what is there", work.text_bytes) if work.documents else _ignore
         store.recover(work.documents, checked)
-        counts = read_documents(spec, source, store, work, stage("reading", source.total_bytes))
+        advance = stage("reading", source.total_bytes)
+        counts = read_documents(spec, source, store, work, workers, advance)
         train, held_out = _split(spec, store)
         tokenizer, facts = _tokenizer(spec, given, store, train, work, stage)
-        encoder = Encoder(tokenizer, store.shown is not None, spec.seed)
+        encoder = Encoder(store.path, tokenizer, store.shown is not None, spec.seed)
         advance = stage("encoding", store.total_bytes)
         dtype = token_dtype(tokenizer.vocab_size)
         splits, sums = {}, {}
+        store.flush()
         for name, members in (("train", train), ("validation", held_out)):
-            splits[name], sums[name] = _encode(spec, name, members, store, encoder, work, advance)
+            splits[name], sums[name] = _encode(
+                spec, name, members, store, encoder, work, workers, advance
+            )
         facts["changed"] = sums["validation"]["changed"]
+        packed = 8 * sums["validation"]["gzip_bytes"] / sums["validation"]["text_bytes"]
+        splits["validation"] |= {"gzip_bits_per_byte": packed}
         splits["validation"] |= _compressors(store, held_out, stage)
         prompt = sample_prompt(store.read, held_out)
         if store.shown:
@@ -252,6 +272,7 @@ def _encode(
     store: DocumentStore,
     encoder: Encoder,
     work: Unfinished,
+    workers: int,
     advance: Advance,
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Write a split behind the shards that are there; return its entry and the sums of COUNTS."""
@@ -266,17 +287,24 @@ def _encode(
     sums = np.array(shards[-1]["sums"] if shards else [0] * len(COUNTS), np.int64)
     first, held_out = writers[0].documents, split == "validation"
     advance(sum(store.sizes[member] for member in members[:first]))
-    for batch in _batches(store, members[first:]):
-        found = encoder.encode(
-            [store.raw(i) for i in batch],
+    rate = 0.0 if held_out else spec.fim_rate
+    jobs = (
+        EncodingJob(
+            [store.begins[i] for i in batch],
+            [store.sizes[i] for i in batch],
             [store.digests[i] for i in batch],
-            0.0 if held_out else spec.fim_rate,
+            rate,
             held_out,
         )
-        for member, (columns, counts) in zip(batch, found, strict=True):
+        for batch in _batches(store, members[first:])
+    )
+    remaining = iter(members[first:])
+    count = worker_count(workers, sum(store.sizes[i] for i in members[first:]))
+    with contextlib.closing(in_order(encoder, jobs, count)) as batches:
+        for columns, counts in itertools.chain.from_iterable(batches):
             closed = [writer.add(ids) for writer, ids in zip(writers, columns, strict=True)]
             sums += counts
-            advance(store.sizes[member])
+            advance(store.sizes[next(remaining)])
             if closed[0]:
                 work.add_shard(split, [writer.closed() for writer in writers], sums.tolist())
     total: dict[str, int] = dict(zip(COUNTS, sums.tolist(), strict=True))
@@ -288,13 +316,11 @@ def _encode(
 
 
 def _compressors(store: DocumentStore, held_out: Sequence[int], stage: Stage) -> dict[str, Any]:
-    """Return bits per byte of gzip and xz on the held-out documents."""
+    """Return bits per byte of xz on the held-out documents."""
     total = sum(store.sizes[i] for i in held_out)
-    advance = stage("gzip -9 of held-out documents", total)
-    alone = gzip_bits_per_byte(_advancing(map(store.read, held_out), advance))
     advance = stage("xz -9 of held-out documents", total)
     stream, taken = xz_bits_per_byte(_advancing(map(store.read, held_out), advance), total)
-    return {"gzip_bits_per_byte": alone, "xz_bits_per_byte": stream, "xz_bytes": taken}
+    return {"xz_bits_per_byte": stream, "xz_bytes": taken}
 
 
 def _batches(store: DocumentStore, members: Sequence[int]) -> Iterator[list[int]]:

@@ -1,6 +1,16 @@
-"""Reading of a source into the document store, with notes of what was read."""
+"""Reading of a source into the document store, with notes of what was read.
+
+Files are read in any order: the corpus doesn't depend on it.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from megacpp.data.conversations import plain_text
 from megacpp.data.document_store import DocumentStore
@@ -8,15 +18,108 @@ from megacpp.data.readers import read_file
 from megacpp.data.sources import Source
 from megacpp.data.spec import CorpusSpec
 from megacpp.data.unfinished import FINISHED, Unfinished
+from megacpp.data.workers import as_they_come, worker_count
 from megacpp.errors import DataError, config_error
 from megacpp.terminal.progress import Advance
 
 NOTE_BYTES = 1 << 26  # of the source, read between two notes of what is stored
+BATCH_BYTES = 1 << 20  # of the source, in one batch of documents
 READ_COUNTS = ("read", "empty", "invalid_utf8", "duplicates", "conversations", "source_bytes")
 
 
+class FilePart(NamedTuple):
+    """File to read, its number, and how many of its documents are stored already."""
+
+    number: int
+    path: Path
+    skipped: int
+
+
+class ReadBatch(NamedTuple):
+    """Documents of one file or more, with their SHA-256.
+
+    Attributes:
+        at: documents that were taken from each file so far; FINISHED: all.
+        raws: texts that aren't empty.
+        digests: of these.
+        counts: READ_COUNTS but duplicates.
+    """
+
+    at: dict[int, int]
+    raws: list[bytes]
+    digests: list[bytes]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class FileReading:
+    """Reading, decoding and hashing of files, in this process or another.
+
+    Attributes:
+        field: field of the text in records.
+        longest: bytes of a text above which it is cut.
+        batch_bytes: bytes of the source that end a batch.
+    """
+
+    field: str
+    longest: int
+    batch_bytes: int
+
+    def __call__(self, files: list[FilePart]) -> Iterator[ReadBatch]:
+        """Yield the documents of files in batches."""
+        batch = _empty()
+        for number, path, skipped in files:
+            for items, document in enumerate(read_file(path, self.field, self.longest), start=1):
+                if items <= skipped:
+                    continue
+                text, read_bytes, conversation = document
+                counts = batch.counts
+                counts["read"] += 1
+                counts["source_bytes"] += read_bytes
+                counts["conversations"] += conversation
+                if text:
+                    batch.raws.append(text.encode())
+                    batch.digests.append(hashlib.sha256(batch.raws[-1]).digest())
+                else:
+                    counts["invalid_utf8" if text is None else "empty"] += 1
+                if counts["source_bytes"] >= self.batch_bytes:
+                    batch.at[number] = items
+                    yield batch
+                    batch = _empty()
+            batch.at[number] = FINISHED
+        yield batch
+
+
+def _empty() -> ReadBatch:
+    return ReadBatch({}, [], [], {name: 0 for name in READ_COUNTS if name != "duplicates"})
+
+
+def _groups(source: Source, at: Mapping[int, int]) -> Iterator[list[FilePart]]:
+    """Yield files that aren't read, small ones together."""
+    done = {number for number, items in at.items() if items == FINISHED}
+    group: list[FilePart] = []
+    size = 0
+    for number, path in source.numbered(done):
+        part = FilePart(number, path, at.get(number, 0))
+        if source.remote:  # it may leave when the next one comes
+            yield [part]
+            continue
+        group.append(part)
+        size += path.stat().st_size
+        if size >= BATCH_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
 def read_documents(
-    spec: CorpusSpec, source: Source, store: DocumentStore, work: Unfinished, advance: Advance
+    spec: CorpusSpec,
+    source: Source,
+    store: DocumentStore,
+    work: Unfinished,
+    workers: int,
+    advance: Advance,
 ) -> dict[str, int]:
     """Store new documents; return counts of read, empty, broken and duplicate ones.
 
@@ -25,6 +128,7 @@ def read_documents(
         source: files to read.
         store: receives the documents.
         work: what was read before, and receives notes of what is.
+        workers: processes that read (0: see `worker_count`).
         advance: called with the bytes that were read.
 
     Raises:
@@ -32,9 +136,7 @@ def read_documents(
         DataError: a file can't be read, or too few documents have text.
     """
     counts = dict(work.counts) or dict.fromkeys(READ_COUNTS, 0)
-    taken = dict(work.at)
     advance(counts["source_bytes"])
-    done = {number for number, items in taken.items() if items == FINISHED}
     at: dict[int, int] = {}  # since the last note
     noted = 0
 
@@ -43,28 +145,23 @@ def read_documents(
         work.add_read(at, len(store.sizes), store.total_bytes, counts=counts, all_read=all_read)
         at.clear()
 
-    for number, path in () if work.all_read else source.numbered(done):
-        documents = read_file(path, spec.field, source.document_bytes)
-        skipped = taken.get(number, 0)
-        for items, (text, read_bytes, conversation) in enumerate(documents, start=1):
-            if items <= skipped:
-                continue
-            counts["read"] += 1
-            counts["source_bytes"] += read_bytes
-            counts["conversations"] += conversation
-            if text is None:
-                counts["invalid_utf8"] += 1
-            elif not text:
-                counts["empty"] += 1
-            elif not store.add(text.encode()):
-                counts["duplicates"] += 1
-            advance(read_bytes)
-            noted += read_bytes
-            if noted >= NOTE_BYTES:
-                at[number], noted = items, 0
-                note(all_read=False)
-        at[number] = FINISHED
     if not work.all_read:
+        # Files at a URL are there one at a time.
+        count = 1 if source.remote else worker_count(workers, source.total_bytes)
+        reading = FileReading(spec.field, source.document_bytes, BATCH_BYTES)
+        groups = _groups(source, dict(work.at))
+        with contextlib.closing(as_they_come(reading, groups, count)) as batches:
+            for batch in batches:
+                for raw, digest in zip(batch.raws, batch.digests, strict=True):
+                    counts["duplicates"] += not store.add(raw, digest)
+                for name, amount in batch.counts.items():
+                    counts[name] += amount
+                at |= batch.at
+                advance(batch.counts["source_bytes"])
+                noted += batch.counts["source_bytes"]
+                if noted >= NOTE_BYTES:
+                    noted = 0
+                    note(all_read=False)
         note(all_read=True)
     conversations, _ = counts.pop("conversations"), counts.pop("source_bytes")
     if conversations:

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -72,6 +73,9 @@ class CorpusTokenizer:
         # Words of code are looked up; all other text goes through the library as a whole.
         self._cached = CODE in _values(self._state["pre_tokenizer"])
         self._word_ids: dict[str, bytes] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CorpusTokenizer, (self.inner, self.specials, self.template)
 
     @staticmethod
     def train(
@@ -148,7 +152,7 @@ class CorpusTokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the uint32 ids of several texts, using all cores."""
+        """Return the uint32 ids of several texts; code on one core, other text on all."""
         if self._cached:
             return [self._by_words(text) for text in texts]
         encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -1,5 +1,4 @@
 import dataclasses
-import gzip
 import hashlib
 import json
 import shlex
@@ -14,7 +13,6 @@ import pytest
 
 from megacpp.cli.main import main
 from megacpp.data import fim, prepare
-from megacpp.data.compressors import gzip_bits_per_byte
 from megacpp.data.document_store import DocumentStore
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.shard_writer import SplitWriter
@@ -192,8 +190,6 @@ def test_gzip_figure_by_hand(corpus_path: Path) -> None:
     bits = 8 * sum(deflated(raw) + 18 for raw in held_out)
     by_hand = bits / sum(map(len, held_out))
     assert load(corpus_path)["splits"]["validation"]["gzip_bits_per_byte"] == by_hand
-    one = b"x" * 1000
-    assert gzip_bits_per_byte([one]) == 8 * len(gzip.compress(one, 9)) / 1000
 
 
 def test_second_call_returns_at_once(

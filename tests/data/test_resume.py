@@ -19,7 +19,7 @@ import pytest
 from megacpp.cli.data import PrepareArgs
 from megacpp.cli.data import prepare as prepare_command
 from megacpp.data import prepare, reading
-from megacpp.data.encoding import Encoder
+from megacpp.data.encoding import Encoder, EncodingJob
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.data.unfinished import JOURNAL, Unfinished
@@ -33,6 +33,7 @@ TALKS = [{"prompt": f"What is {n} plus {n}?", "completion": f"It is {n + n}."} f
 def small_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Note what was read, and encode, in pieces that a small corpus has several of."""
     monkeypatch.setattr(reading, "NOTE_BYTES", 3000)
+    monkeypatch.setattr(reading, "BATCH_BYTES", 1000)
     monkeypatch.setattr(prepare, "BATCH_BYTES", 1000)
 
 
@@ -140,19 +141,19 @@ def test_killed_after_every_note(
 ) -> None:
     """Nothing that a line counts is read, learned or encoded again."""
     encoded = learned = 0
-    encode, train = Encoder.encode, CorpusTokenizer.train
+    encode, train = Encoder.__call__, CorpusTokenizer.train
 
-    def counting(self: Encoder, raws: list[bytes], *more) -> list:
+    def counting(self: Encoder, job: EncodingJob) -> list:
         nonlocal encoded
-        encoded += len(raws)
-        return encode(self, raws, *more)
+        encoded += len(job.sizes)
+        return encode(self, job)
 
     def learning(*args) -> CorpusTokenizer:
         nonlocal learned
         learned += 1
         return train(*args)
 
-    monkeypatch.setattr(Encoder, "encode", counting)
+    monkeypatch.setattr(Encoder, "__call__", counting)
     monkeypatch.setattr(CorpusTokenizer, "train", staticmethod(learning))
     left = []
     for number in range(1, 100):
