@@ -30,19 +30,19 @@ def choose_held_out(digests: Sequence[bytes], sizes: Sequence[int], fraction: fl
         sizes: bytes of each document.
         fraction: share of documents that are held out.
     """
-    order = sorted(range(len(digests)), key=digests.__getitem__)
-    chosen = {i for i in order if in_validation(digests[i], fraction)}
+    order = np.argsort(np.fromiter(digests, "S32", len(digests)), kind="stable")
+    chosen = {i for i, digest in enumerate(digests) if in_validation(digest, fraction)}
     total, held = int(np.sum(sizes)), sum(sizes[i] for i in chosen)
     most_documents, most_bytes = max(len(chosen), MOST * len(order)), max(held, MOST * total)
-    for i in order[len(chosen) :]:
+    for i in map(int, order[len(chosen) :]):
         if len(chosen) >= MIN_DOCUMENTS and held >= MIN_SHARE * total:
             break
         if len(chosen) + 1 <= most_documents and held + sizes[i] <= most_bytes:
             chosen.add(i)
             held += sizes[i]
     if not chosen:
-        chosen = {order[0]}
-    return chosen - {order[-1]} if len(chosen) == len(order) else chosen
+        chosen = {int(order[0])}
+    return chosen - {int(order[-1])} if len(chosen) == len(order) else chosen
 
 
 def shortfall(documents: int, text_bytes: int, all_documents: int, all_bytes: int) -> str:

@@ -82,7 +82,7 @@ class FileReading:
                     batch.digests.append(hashlib.sha256(batch.raws[-1]).digest())
                 else:
                     counts["invalid_utf8" if text is None else "empty"] += 1
-                if counts["source_bytes"] >= self.batch_bytes:
+                if max(counts["source_bytes"], counts["read"] << 9) >= self.batch_bytes:
                     batch.at[number] = items
                     yield batch
                     batch = _empty()

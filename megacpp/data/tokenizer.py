@@ -41,7 +41,7 @@ from megacpp.errors import DataError
 
 MIN_VOCAB = 256 + len(SPECIALS)
 MAX_VOCAB = 131_072
-CACHED_WORDS = 1 << 20
+CACHED_WORDS = 1 << 18  # about 50 MB in each process
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token for a byte that isn't a character
 
 

@@ -43,7 +43,7 @@ class Unfinished:
 
     Attributes:
         folder: the folder.
-        at: documents that were taken from each file, by its number; FINISHED: all.
+        at: documents that an earlier start took from each file, by its number; FINISHED: all.
         counts: counts of the documents that were read.
         documents, text_bytes: documents that are stored, and their bytes.
         all_read: no file is left to read.
@@ -146,13 +146,14 @@ class Unfinished:
         self._journal.write(json.dumps(record) + "\n")
         self._journal.flush()
         if len(record) == 1:
-            self._take(json.loads(json.dumps(record)))
+            self._take(record, at=False)
 
-    def _take(self, record: dict[str, Any]) -> None:
+    def _take(self, record: dict[str, Any], at: bool = True) -> None:
         if read := record.get("read"):
-            self.at |= {int(number): items for number, items in read["at"].items()}
+            if at:  # no more than the next start needs
+                self.at |= {int(number): items for number, items in read["at"].items()}
             self.documents, self.text_bytes = read["documents"], read["bytes"]
-            self.counts, self.all_read = read["counts"], read["all_read"]
+            self.counts, self.all_read = dict(read["counts"]), read["all_read"]
         elif shard := record.get("shard"):
             self.shards.setdefault(shard["split"], []).append(shard)
         else:
