@@ -20,7 +20,7 @@ from megacpp.errors import config_error
 class SampleArgs:
     """Prompts and settings of samples."""
 
-    run: str = setting(words="Folder of the run.", positional=True)
+    run: str = setting(words="Folder of the run, or one of Hugging Face's format.", positional=True)
     prompt: str = setting("", "Text to continue (empty: the model starts a document).")
     prompts: str = setting(
         "", "File of prompts in place of --prompt: one a line, or JSONL with `prompt`."
@@ -74,8 +74,8 @@ def sample(args: SampleArgs) -> int:
     folder = find_weights(args.folder, args.checkpoint)
     tokenizer = find_tokenizer(args.folder)
     model = load_model(args.folder, args.checkpoint, args.device)
-    marks = tokenizer.specials
-    ids_of = [[marks.bos, *(int(i) for i in tokenizer.encode(prompt))] for prompt in prompts]
+    begun = [[*tokenizer.opening, *(int(i) for i in tokenizer.encode(p))] for p in prompts]
+    ids_of = [ids or [tokenizer.specials.bos] for ids in begun]
     live = len(prompts) == 1 and not args.json
     if live:
         print(prompts[0], end="", flush=True)

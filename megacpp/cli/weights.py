@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 def find_weights(run: Path, checkpoint: str) -> Path:
     """Return the folder of the requested weights: `final`, `latest` or a step.
 
+    A Hugging Face folder has its own weights alone, `final`.
+
     Raises:
         ConfigError: the run lacks them; the error names a checkpoint that it has.
     """
@@ -28,7 +30,7 @@ def find_weights(run: Path, checkpoint: str) -> Path:
         raise config_error("run", run, "no such run folder", "give the folder of a run")
     saved = run / "checkpoints"
     if checkpoint == "final":
-        folder = run / "final"
+        folder = run if is_hf_folder(run) else run / "final"
     elif checkpoint == "latest":
         from megacpp.state.published import latest_checkpoint
 
@@ -47,6 +49,12 @@ def find_weights(run: Path, checkpoint: str) -> Path:
     return folder
 
 
+def is_hf_folder(folder: Path) -> bool:
+    """Return whether a folder is one of Hugging Face's format, and no run."""
+    path = folder / "config.json"
+    return path.is_file() and "model_type" in read_object(path)
+
+
 def find_tokenizer(run_folder: Path) -> CorpusTokenizer:
     """Return the tokenizer beside the final weights, else that of the training corpus."""
     from megacpp.data.tokenizer import CorpusTokenizer
@@ -58,10 +66,17 @@ def tokenizer_path(run_folder: Path) -> Path:
     """Return the tokenizer.json beside the final weights, else that of the training corpus.
 
     Of several corpora: the first one with a chat template, else the first.
+
+    Raises:
+        ConfigError: a Hugging Face folder has none.
     """
-    path = run_folder / "final" / "tokenizer.json"
+    beside = run_folder if is_hf_folder(run_folder) else run_folder / "final"
+    path = beside / "tokenizer.json"
     if path.is_file():
         return path
+    if beside == run_folder:
+        fix = "fetch tokenizer.json and tokenizer_config.json too"
+        raise config_error("run", run_folder, "has no tokenizer.json", fix)
     from megacpp.data.specials import chat_template
 
     data = DataConfig(**_config(run_folder)["data"])
@@ -102,6 +117,12 @@ def load_model(run: Path, checkpoint: str, device: str) -> HybridLM:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise config_error("device", device, "there is no GPU here", "write --device auto")
+    if folder == run:
+        from megacpp.interop.compare import load_model as load_folder
+        from megacpp.interop.places import locate, read_model
+
+        place = locate(str(run), "run")
+        return load_folder(place, read_model(place)).to(device)
     if checkpoint == "final":
         return load_exported(folder, device)
     model = read_model_config(_config(run)["model"])

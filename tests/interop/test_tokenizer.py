@@ -73,7 +73,8 @@ def corpus_of(given: Path, home: Path) -> Corpus:
 
 def exported(corpus: Path, home: Path) -> Path:
     """Return the folder of a model with a corpus's tokenizer, exported as a run's is."""
-    model = built(small("AFAF", dim=24, vocab_size=616))
+    ids = CorpusTokenizer.load(corpus / "tokenizer.json").vocab_size
+    model = built(small("AFAF", dim=24, vocab_size=ids))
     beside = tuple(corpus / name for name in ("tokenizer.json", "tokenizer_config.json"))
     export_weights(model, home / "final", model.config, beside=beside, step=1)
     command = ["export", str(home / "final"), "--out", str(home / "out"), "--dtype", "fp32"]
@@ -114,6 +115,31 @@ def test_llama_cpp_does_not_know_a_learned_vocabulary(
     card = " ".join((tmp_path / "out" / "README.md").read_text().split())
     for text in (said, card):
         assert ("llama.cpp doesn't know vocabularies that megacpp learned" in text) == (to == "hf")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_folder_is_sampled_with_its_own_tokenizer(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Greedy text equals that of transformers, which opens a prompt as the tokenizer says."""
+    folder = exported(corpus_of(written(name, tmp_path / "came"), tmp_path).path, tmp_path)
+    capsys.readouterr()
+    prompt = "The import statement"
+    words = ["sample", str(folder), "--prompt", prompt, "--temperature", "0", "--json"]
+    assert main([*words, "--max-tokens", "30", "--device", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    made = model.generate(ids, max_new_tokens=30, do_sample=False)[0, ids.shape[1] :]
+    assert found["text"] == tokenizer.decode(made, skip_special_tokens=True)
+    assert len(set(made.tolist())) > 5
+    assert main(["sample", str(folder), "--max-tokens", "3", "--device", "cpu"]) == 0
+    assert main([*words, "--checkpoint", "latest"]) == 2
+    assert "has no such weights" in capsys.readouterr().err
+    (folder / "tokenizer.json").unlink()
+    assert main(words) == 2
+    assert "has no tokenizer.json. Fix: fetch tokenizer.json and" in capsys.readouterr().err
 
 
 def test_another_end_of_documents_is_written(tmp_path: Path) -> None:
