@@ -58,8 +58,9 @@ class Subject:
 def adapted(subject: Subject) -> Any:
     """Return an `lm_eval.api.model.LM` of a model.
 
-    A text starts with the begin-of-document id, as in training. Contexts, continuations and
-    windows of long texts are cut as lm-eval's own model of transformers cuts them.
+    A text starts with the ids that transformers puts in front of it: the begin-of-document id for
+    a learned tokenizer, perhaps none for a given one. Contexts, continuations and windows of long
+    texts are cut as lm-eval's own model of transformers cuts them.
 
     Raises:
         MegacppError: lm-eval isn't installed.
@@ -78,9 +79,9 @@ def adapted(subject: Subject) -> Any:
         def tok_encode(
             self, string: str, add_special_tokens: bool | None = None, **_: Any
         ) -> list[int]:
-            """Return the ids of a text, a begin-of-document id first unless told otherwise."""
+            """Return the ids of a text, behind those that open it unless told otherwise."""
             ids = [int(i) for i in tokenizer.encode(string)]
-            return ids if add_special_tokens is False else [marks.bos, *ids]
+            return ids if add_special_tokens is False else [*tokenizer.opening, *ids]
 
         def _loglikelihood_tokens(
             self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any

@@ -18,6 +18,7 @@ from megacpp.errors import ConfigError, MegacppError
 from megacpp.run.harness import find_tasks
 from megacpp.run.likelihood import log_likelihoods, packed_rows
 from tests.interop.models import built, final_folder, model_of, tokenizer
+from tests.interop.test_tokenizer import corpus_of, exported, written
 
 lm_tasks = pytest.importorskip("lm_eval.tasks")
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
@@ -125,6 +126,24 @@ def test_figures_are_those_of_the_exported_twin(home: Path, capsys: Any) -> None
     report = json.loads((home / "run" / "eval" / "final.json").read_text())
     ours = [row["resps"][0][0] for row in report["samples"]["answers"]]
     assert len(set(ours)) > 3, "answers that are all alike would prove little"
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama3"])
+def test_a_given_tokenizer_is_that_of_the_twin(
+    name: str, home: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Qwen's way puts nothing in front of a context, Llama 3's a start token."""
+    corpus = corpus_of(written(name, tmp_path / "came"), tmp_path)
+    (tmp_path / "run").mkdir()
+    exported(corpus.path, tmp_path / "run")
+    (tmp_path / "run" / "out").rename(tmp_path / "hf")
+    (tmp_path / "tasks").symlink_to(home / "tasks")
+    capsys.readouterr()
+    tasks = ["lines", "cloze", "answers"]
+    found = evaluated(tmp_path, tasks, capsys)["results"]
+    for task, metrics in by_transformers(tmp_path, tasks).items():
+        for metric, value in metrics.items():
+            assert f"{found[task][metric]:.6g}" == f"{value:.6g}", (task, metric)
 
 
 def test_bits_of_whole_texts(home: Path, capsys: Any) -> None:
