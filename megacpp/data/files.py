@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,8 @@ from typing import NamedTuple
 
 from megacpp.errors import DataError
 
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
+CARD = "README.md"  # beside record files it describes them
 CPP_GLOBS = ("*.h", "*.hpp", "*.cuh", "*.cpp", "*.cc", "*.cxx", "*.cu")
 # Text that is rarely training data; --globs selects it.
 DATA_SUFFIXES = {".json", ".csv", ".tsv", ".lock", ".log", ".svg", ".map", ".ipynb"}
@@ -51,6 +53,30 @@ def choose_files(folder: Path, globs: Sequence[str]) -> Chosen:
     )
 
 
+def saved_files(folder: Path) -> list[Path]:
+    """Return the Arrow files of a data set that `datasets` saved to a folder; none: it isn't one.
+
+    Raises:
+        DataError: it has several splits, or its description can't be read.
+    """
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+            raise DataError(
+                f"source={folder}: a data set with the splits {', '.join(splits)}. "
+                f"Fix: give one of them, {folder / splits[0]}."
+            )
+        if not (folder / "state.json").is_file():
+            return []
+        state = json.loads((folder / "state.json").read_text())
+        return [folder / file["filename"] for file in state.get("_data_files", ())]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"source={folder}: its description isn't that of a saved data set ({error!r}). "
+            "Fix: save it again (Dataset.save_to_disk)."
+        ) from None
+
+
 def suffix(path: Path) -> str:
     """Return a suffix such as `.txt` or `.jsonl.gz`, or the name of a file without a suffix."""
     whole = next((s for s in RECORD_SUFFIXES if path.name.endswith(s)), path.suffix.lower())
@@ -73,7 +99,16 @@ def _by_content(folder: Path) -> Chosen:
             taken[kind] += 1
         else:
             skipped["not text"][kind] += 1
-    reasons = {"data": f"data, --globs '*{next(iter(skipped['data']), '')}' takes it"}
+    if any(suffix(path) in RECORD_SUFFIXES for path in files):
+        cards = [path for path in files if path.name == CARD]
+        files = [path for path in files if path.name != CARD]
+        taken[".md"] -= len(cards)
+        taken += Counter()  # drops what is left without one
+        skipped["card"] = Counter({CARD: len(cards)} if cards else {})
+    reasons = {
+        "card": "describes the records, --globs takes it",
+        "data": f"data, --globs '*{next(iter(skipped['data']), '')}' takes it",
+    }
     lines = [
         f"skipped {_counted(kinds)}: {reasons.get(why, why)}"
         for why, kinds in skipped.items()

@@ -1,4 +1,4 @@
-"""Documents of one file: text, .jsonl[.gz|.zst] or .parquet.
+"""Documents of one file: text, .jsonl[.gz|.zst], .parquet or .arrow.
 
 Every reader yields `SourceDocument`s; a text that isn't valid UTF-8 becomes None, so that the
 caller can count and skip it. Optional libraries load inside functions.
@@ -10,7 +10,7 @@ import gzip
 import importlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +20,7 @@ from megacpp.data.files import RECORD_SUFFIXES
 from megacpp.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
+    from pyarrow import RecordBatch
 
 FIELDS = ("text", "content")  # tried in this order if none is given
 MESSAGES = "messages"  # field of a conversation
@@ -49,8 +49,8 @@ def read_file(path: Path, field: str, longest: int) -> Iterator[SourceDocument]:
         DataError: unreadable file, broken record, missing or non-text field.
     """
     try:
-        if path.name.endswith(".parquet"):
-            yield from _cut_texts(_parquet(path, field), longest)
+        if path.name.endswith((".parquet", ".arrow")):
+            yield from _cut_texts(_table(path, field), longest)
         elif path.name.endswith(RECORD_SUFFIXES):
             yield from _cut_texts(_json_lines(path, field), longest)
         else:
@@ -213,26 +213,66 @@ def _zst_pieces(path: Path) -> Iterator[tuple[bytes, int]]:
         raise DataError(f"{path}: the zstd data ends early (truncated). Fix: copy it again.")
 
 
-def _parquet(path: Path, field: str) -> Iterator[SourceDocument]:
+def _table(path: Path, field: str) -> Iterator[SourceDocument]:
+    """Yield the rows of a Parquet or an Arrow file."""
     arrow = _optional("pyarrow", path)
-    parquet = importlib.import_module("pyarrow.parquet")
+    kind = path.suffix[1:]
     try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if talks := _conversation_columns(names, field):
-                yield from _parquet_conversations(path, file, talks)
-                return
-            field = _present(field, names, str(path), "column")
-            share = path.stat().st_size / max(1, file.metadata.num_rows)
-            done = 0
-            for batch in file.iter_batches(batch_size=256, columns=[field]):
-                for row, value in enumerate(batch.column(0), start=done):
-                    read_bytes = int(share * (row + 1)) - int(share * row)
-                    yield SourceDocument(_cell(value, field, path, row), read_bytes)
-                done += batch.num_rows
+        if kind == "parquet":
+            with importlib.import_module("pyarrow.parquet").ParquetFile(path) as file:
+                share = path.stat().st_size / max(1, file.metadata.num_rows)
+                yield from _rows(path, field, file.schema_arrow.names, file.iter_batches, share)
+            return
+        with path.open("rb") as raw:  # a stream as `datasets` writes it, or a file with an index
+            ipc = importlib.import_module("pyarrow.ipc")
+            indexed = raw.read(6) == b"ARROW1"
+            raw.seek(0)
+            reader = ipc.open_file(raw) if indexed else ipc.open_stream(raw)
+            numbers = range(reader.num_record_batches) if indexed else None
+
+            def batches(batch_size: int, columns: list[str]) -> Iterator[RecordBatch]:
+                found = map(reader.get_batch, numbers) if numbers is not None else reader
+                for batch in found:
+                    wanted = batch.select(columns)
+                    for start in range(0, wanted.num_rows, batch_size):
+                        yield wanted.slice(start, batch_size)
+
+            yield from _rows(path, field, reader.schema.names, batches, 0.0)
     except arrow.ArrowException as error:
         first = str(error).splitlines()[0]
-        raise DataError(f"{path}: corrupt parquet data ({first}). Fix: copy it again.") from None
+        raise DataError(f"{path}: corrupt {kind} data ({first}). Fix: copy it again.") from None
+
+
+def _rows(
+    path: Path,
+    field: str,
+    names: Sequence[str],
+    batches: Callable[..., Iterator[RecordBatch]],
+    share: float,
+) -> Iterator[SourceDocument]:
+    """Yield the texts or conversations of a table.
+
+    Args:
+        path: its file, for messages.
+        field: column of the text (empty: text or content).
+        names: columns.
+        batches: returns batches of `columns` with up to `batch_size` rows.
+        share: bytes of the file for each row; 0: those that its values have.
+    """
+    talks = _conversation_columns(names, field)
+    field = "" if talks else _present(field, names, str(path), "column")
+    done = 0
+    for batch in batches(batch_size=256, columns=talks or [field]):
+        each = share or batch.nbytes / max(1, batch.num_rows)
+        texts = _talks(path, batch, done) if talks else _cells(path, batch, field, done)
+        for row, text in enumerate(texts):
+            read_bytes = int(each * (done + row + 1)) - int(each * (done + row))
+            yield SourceDocument(text, read_bytes, bool(talks))
+        done += batch.num_rows
+
+
+def _cells(path: Path, batch: RecordBatch, field: str, done: int) -> Iterator[str | None]:
+    return (_cell(value, field, path, row) for row, value in enumerate(batch.column(0), start=done))
 
 
 def _conversation_columns(names: Sequence[str], field: str) -> list[str]:
@@ -242,21 +282,14 @@ def _conversation_columns(names: Sequence[str], field: str) -> list[str]:
     return columns if wanted and is_conversation(dict.fromkeys(names)) else []
 
 
-def _parquet_conversations(
-    path: Path, file: ParquetFile, columns: list[str]
-) -> Iterator[SourceDocument]:
-    share, done = path.stat().st_size / max(1, file.metadata.num_rows), 0
-    for batch in file.iter_batches(batch_size=256, columns=columns):
-        try:
-            records = batch.to_pylist()
-        except UnicodeDecodeError:
-            where = f"{path} rows {done} to {done + batch.num_rows - 1}"
-            raise DataError(f"{where}: a text isn't UTF-8. Fix: repair or drop it.") from None
-        for row, record in enumerate(records, start=done):
-            text = json.dumps(messages_of(record, f"{path} row {row}"), ensure_ascii=False)
-            read_bytes = int(share * (row + 1)) - int(share * row)
-            yield SourceDocument(text, read_bytes, True)
-        done += batch.num_rows
+def _talks(path: Path, batch: RecordBatch, done: int) -> Iterator[str]:
+    try:
+        records = batch.to_pylist()
+    except UnicodeDecodeError:
+        where = f"{path} rows {done} to {done + batch.num_rows - 1}"
+        raise DataError(f"{where}: a text isn't UTF-8. Fix: repair or drop it.") from None
+    for row, record in enumerate(records, start=done):
+        yield json.dumps(messages_of(record, f"{path} row {row}"), ensure_ascii=False)
 
 
 def _cell(value: object, field: str, path: Path, row: int) -> str | None:

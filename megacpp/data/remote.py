@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacpp.data.files import RECORD_SUFFIXES
+from megacpp.data.files import CARD, RECORD_SUFFIXES
 from megacpp.errors import DataError
 from megacpp.home import cache_folder
 from megacpp.urls import ATTEMPTS, NoStoreError, one_line, open_store, retried
@@ -164,6 +164,8 @@ def remote_files(url: str, globs: Sequence[str] = ()) -> RemoteFiles:
         for info in sorted(found, key=lambda info: info["name"])
         if alone or _wanted(info["name"], info["name"][below:], globs)
     ]
+    if not globs and any(file.name.endswith(RECORD_SUFFIXES) for file in taken):
+        taken = [file for file in taken if file.name.rpartition("/")[2] != CARD]
     if not taken:
         rule = f"no file matches {' '.join(globs)}" if globs else f"no {', '.join(TAKEN)} file"
         raise DataError(

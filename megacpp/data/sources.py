@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files
+from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files, saved_files
 from megacpp.data.readers import SourceDocument, read_file
 from megacpp.data.remote import RemoteFiles, remote_files
 from megacpp.errors import DataError
@@ -84,6 +84,10 @@ def find_source(source: str, globs: Sequence[str] = (), document_bytes: int = 0)
         return _one_file(folder, document_bytes)
     if not folder.is_dir():
         raise DataError(f"source={source}: no such folder or file. Fix: check the path.")
+    if not globs and (saved := saved_files(folder)):
+        size = sum(file.stat().st_size for file in saved if file.is_file())
+        kind = f"data set {source} ({len(saved):,} .arrow)"
+        return Source(kind, tuple(saved), size, (), document_bytes or LONGEST)
     chosen = choose_files(folder, globs)
     notes = chosen.skipped
     longest = document_bytes or LONGEST
