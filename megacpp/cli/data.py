@@ -31,7 +31,7 @@ class PrepareArgs(CorpusSpec):
 
     def folder(self) -> Path:
         """Return the folder of the corpus."""
-        name = Path(self.source).name
+        name = Path(self.source).name.removeprefix("datasets:").replace(":", "-")
         for suffix in (".zst", ".gz", ".jsonl", ".parquet", ".txt", ".md"):
             name = name.removesuffix(suffix)
         return Path(self.out) if self.out else Path("data", name or "corpus")
@@ -121,7 +121,10 @@ def _prepared_lines(prepared: Prepared) -> list[str]:
         lines.append(f"  fill-in-the-middle: {cuts['psm']:,} PSM, {cuts['spm']:,} SPM")
     lines += [f"  {line}" for line in compressor_lines(splits["validation"])]
     lines.append(f"  {prepared.seconds:.1f} s")
-    if source["description"].startswith(("folder", "file")) or "://" in source["description"]:
+    if (
+        source["description"].startswith(("folder", "file", "data"))
+        or "://" in source["description"]
+    ):
         lines.append(
             f"  train on it: train.py PRESET --data.path {prepared.path} "
             f"--model.vocab-size {index['vocab_size']}"

@@ -13,10 +13,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megacpp.data.conversations import is_conversation, messages_of
 from megacpp.data.files import RECORD_SUFFIXES
+from megacpp.data.streams import PREFIX, stream_records
 from megacpp.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ def read_file(path: Path, field: str, longest: int) -> Iterator[SourceDocument]:
         DataError: unreadable file, broken record, missing or non-text field.
     """
     try:
-        if path.name.endswith((".parquet", ".arrow")):
+        if str(path).startswith(PREFIX):
+            yield from _cut_texts(_stream(str(path), field), longest)
+        elif path.name.endswith((".parquet", ".arrow")):
             yield from _cut_texts(_table(path, field), longest)
         elif path.name.endswith(RECORD_SUFFIXES):
             yield from _cut_texts(_json_lines(path, field), longest)
@@ -132,6 +135,17 @@ def _field(line: str, field: str, path: Path, number: int) -> tuple[str | None, 
         raise DataError(f"{where}: no valid JSON ({error}). Fix: repair or drop it.") from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: is not a JSON object. Fix: write {{'text': ...}} a line.")
+    return _record(record, field, where)
+
+
+def _stream(source: str, field: str) -> Iterator[SourceDocument]:
+    for number, record in enumerate(stream_records(source), start=1):
+        text, conversation = _record(record, field, f"{source} record {number}")
+        yield SourceDocument(text, len(text or ""), conversation)
+
+
+def _record(record: dict[str, Any], field: str, where: str) -> tuple[str | None, bool]:
+    """Return the text of a record, and whether it is a conversation."""
     known = field or any(name in record for name in FIELDS)
     if field == MESSAGES or (not known and is_conversation(record)):
         text = json.dumps(messages_of(record, where), ensure_ascii=False)

@@ -101,7 +101,7 @@ def _groups(source: Source, at: Mapping[int, int]) -> Iterator[list[FilePart]]:
     size = 0
     for number, path in source.numbered(done):
         part = FilePart(number, path, at.get(number, 0))
-        if source.remote:  # it may leave when the next one comes
+        if source.remote or source.origin:  # a file at a URL may leave when the next one comes
             yield [part]
             continue
         group.append(part)
@@ -147,7 +147,7 @@ def read_documents(
 
     if not work.all_read:
         # Files at a URL are there one at a time.
-        count = 1 if source.remote else worker_count(workers, source.total_bytes)
+        count = 1 if source.remote or source.origin else worker_count(workers, source.total_bytes)
         reading = FileReading(spec.field, source.document_bytes, BATCH_BYTES)
         groups = _groups(source, dict(work.at))
         with contextlib.closing(as_they_come(reading, groups, count)) as batches:

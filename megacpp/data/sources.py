@@ -11,6 +11,7 @@ from pathlib import Path
 from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files, saved_files
 from megacpp.data.readers import SourceDocument, read_file
 from megacpp.data.remote import RemoteFiles, remote_files
+from megacpp.data.streams import PREFIX, stream_facts
 from megacpp.errors import DataError
 from megacpp.urls import is_url
 
@@ -29,6 +30,8 @@ class Source:
         total_bytes: bytes of all files.
         notes: lines about skipped or split files.
         document_bytes: longer text files are split.
+        remote: files at a URL.
+        origin: of a stream: what its content is from.
     """
 
     description: str
@@ -37,6 +40,7 @@ class Source:
     notes: tuple[str, ...] = ()
     document_bytes: int = LONGEST
     remote: RemoteFiles | None = None
+    origin: str = ""
 
     def numbered(self, done: Collection[int] = ()) -> Iterator[tuple[int, Path]]:
         """Yield the files in order with their numbers, but those done; each when its turn comes."""
@@ -52,16 +56,19 @@ class Source:
         if self.remote is not None:
             yield from ((file.name, file.bytes, file.tag) for file in self.remote.files)
             return
+        if self.origin:
+            yield (self.origin,)
+            return
         for path in self.files:
             stat = path.stat()
             yield str(path), stat.st_size, stat.st_mtime_ns
 
 
 def find_source(source: str, globs: Sequence[str] = (), document_bytes: int = 0) -> Source:
-    """Resolve `torch-headers`, a folder, a single file or a URL to the files to read.
+    """Resolve `torch-headers`, a folder, a file, a URL or `datasets:NAME:SPLIT` to files to read.
 
     Args:
-        source: `torch-headers`, a path or a URL.
+        source: `torch-headers`, a path, a URL, or a split that `datasets` streams.
         globs: patterns of files of a folder (none: every text and record file).
         document_bytes: longer text files are split at blank lines (0: 2 MiB; a single text file
             into about 1,024 documents).
@@ -69,6 +76,10 @@ def find_source(source: str, globs: Sequence[str] = (), document_bytes: int = 0)
     Raises:
         DataError: nothing exists there, or there is no file to take.
     """
+    if source.startswith(PREFIX):
+        size, origin = stream_facts(source)
+        longest = document_bytes or LONGEST
+        return Source(source, (Path(source),), size, (), longest, origin=origin)
     if is_url(source):
         remote = remote_files(source, globs)
         files = tuple(file.local for file in remote.files)

@@ -22,7 +22,7 @@ class CorpusSpec:
 
     source: str = setting(
         TORCH_HEADERS,
-        "A folder, a text, .jsonl[.gz|.zst] or .parquet file, a URL of either, or torch-headers.",
+        "A folder, a text or record file, a URL of either, datasets:NAME:SPLIT, or torch-headers.",
         positional=True,
     )
     globs: tuple[str, ...] = setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,27 @@ def test_the_card_of_a_data_set_at_a_url(tmp_path: Path, monkeypatch: pytest.Mon
     system.pipe("/cards/data/a.jsonl", b'{"text": "a"}\n')
     assert [d.text for d in read_items(find_source("memory://cards"))] == ["a"]
     system.rm("/cards", recursive=True)
+
+
+def test_a_streamed_data_set_gives_the_corpus_of_its_texts(tmp_path: Path) -> None:
+    """A folder as a hub serves it, of two splits; the other one isn't read."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    for split, some in (("train", TEXTS), ("test", ["other"])):
+        table = datasets.Dataset.from_dict({"text": some})
+        table.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    url = f"datasets:{folder}:train"
+    assert [d.text for d in read_items(find_source(url))] == TEXTS
+    made = ensure_corpus(CorpusSpec(url, vocab_size=300), tmp_path / "streamed").index
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    saved = ensure_corpus(CorpusSpec(str(tmp_path / "saved"), vocab_size=300), tmp_path / "other")
+    assert fingerprint(made) == fingerprint(saved.index)
+    for end in ("", ":nothing"):
+        message = r"has the splits train, test. Fix: name one, datasets:.*:train\.$"
+        with pytest.raises(DataError, match=message):
+            find_source(f"datasets:{folder}{end}")
+    with pytest.raises(DataError, match=r"datasets can't read it .*Fix: check name"):
+        find_source(f"datasets:{tmp_path}/nowhere:train")
+    before = list(find_source(url).facts())
+    os.utime(folder / "train-00000-of-00001.parquet", (1, 1))
+    assert list(find_source(url).facts()) != before
