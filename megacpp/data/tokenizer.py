@@ -75,7 +75,7 @@ class CorpusTokenizer:
         self._word_ids: dict[str, bytes] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CorpusTokenizer, (self.inner, self.specials, self.template)
+        return CorpusTokenizer, (self.inner, self.specials, self.template, self._given)
 
     @staticmethod
     def train(

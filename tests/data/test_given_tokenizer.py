@@ -1,6 +1,7 @@
 """Corpora with somebody's `tokenizer.json`: byte-level, with blanks as `▁`, with `##` pieces."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from pydoc_data import topics
@@ -140,6 +141,18 @@ def test_documents_come_back_as_the_tokenizer_gives_them(
         original = next(t for t in TEXTS if plain.decode(plain.encode(t[:60]).ids)[:50] in text)
         assert plain.decode(ids) == text and marks.eos not in ids
         assert plain.encode(original, add_special_tokens=False).ids[:40] == ids[:40]
+
+
+def test_a_worker_gets_the_whole_tokenizer(files: dict[str, Path], tmp_path: Path) -> None:
+    """A pickled copy encodes the same, with special tokens as text, and is saved as it came."""
+    for name, path in files.items():
+        one = CorpusTokenizer.load(path)
+        two = pickle.loads(pickle.dumps(one))
+        text = TEXT + "".join(one.special_names.values())
+        assert (two.encode(text) == one.encode(text)).all()
+        assert two.opening == one.opening and two.specials == one.specials
+        two.save(tmp_path / f"{name}.json")
+        assert (tmp_path / f"{name}.json").read_bytes() == path.read_bytes()
 
 
 def test_a_lossy_tokenizer_gets_no_verdict(made: tuple[str, Corpus]) -> None:
