@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
 
     def alive(self) -> int:
         """Return bytes as they are now: FSDP2 frees and fills storages without an operator."""
-        storages = [reference() for reference in self._alive.values()]
+        storages = [reference() for reference in [*self._alive.values()]]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def _count(self, storage: UntypedStorage) -> None:

@@ -297,11 +297,12 @@ class Meter(TorchDispatchMode):
         self.forward_ended = self.count
         shared = set(storages_of(self._documents, set()))
         host = {id(t.untyped_storage()) for t in self.host()}
-        for key, alloc in self._alive.items():
+        for key, alloc in [*self._alive.items()]:  # the collector may free some meanwhile
             # An older batch's documents may outlive it: they point at their parts and back.
             alloc.batch, alloc.host = alloc.batch or key in shared, key in host
         # As they are now: a storage may be emptied later.
-        self.kept = [dataclasses.replace(alloc) for alloc in self._alive.values() if alloc.bytes]
+        alive = [*self._alive.values()]
+        self.kept = [dataclasses.replace(alloc) for alloc in alive if alloc.bytes]
         self._documents.clear()
 
     # ---- where and when -----------------------------------------------------------------------

@@ -213,7 +213,7 @@ class Recorder(Meter):
 
     def _end_forward(self) -> None:
         super()._end_forward()
-        self._kept |= {id(alloc) for alloc in self._alive.values() if not alloc.backward}
+        self._kept |= {id(alloc) for alloc in [*self._alive.values()] if not alloc.backward}
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         super()._enter_module(module, args)

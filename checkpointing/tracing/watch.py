@@ -69,7 +69,7 @@ class StepWatch(Recorder):
         self.note_gradients()
         if not self.forward_ended:
             shared = set(storages_of(self._documents, set()))
-            for key, life in self._alive.items():
+            for key, life in [*self._alive.items()]:
                 life.batch = life.batch or key in shared
         return super().stream()
 
