@@ -7,24 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from bench.gpu.tables import write_section
 from bench.launches import (
     CASES,
-    COMPILED,
-    COMPILED_HEADING,
     HEADING,
     PAGE,
     Count,
-    compiled_line,
     counted,
     line,
     row,
 )
-from bench.scheduled import scheduled
-from megacpp.versions import TORCH
+from tests.model.in_child import run_cases
 
 # The recurrences of torch's forms have thousands of launches: many seconds each.
 QUICK = [case for case in CASES if case[0] != "G" and case[1:] != ("m2rnn", "torch")]
@@ -50,31 +44,10 @@ def test_the_page_has_todays_counts(case: tuple[str, str, str]) -> None:
     assert line(row(case)) in section.splitlines(), "python -m bench.launches --write"
 
 
-def test_what_is_fused_for_a_gpu_without_one() -> None:
-    """A product, and one kernel of everything that is element-wise behind it."""
+def test_what_a_compiler_schedules() -> None:
+    """In a process of its own: Inductor remembers whether its first question found a GPU."""
     pytest.importorskip("triton")
-    from torch._inductor.decomposition import select_decomp_table
-
-    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return F.silu(x @ w) * 2 + 1
-
-    x, w = torch.empty(64, 32, dtype=torch.bfloat16), torch.empty(32, 16, dtype=torch.bfloat16)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        graph = make_fx(lambda *given: [f(*given)], select_decomp_table())(x, w)
-    launches, num_bytes = scheduled(graph)
-    assert launches == ["extern_kernels.mm", "triton"]
-    product = 64 * 32 + 32 * 16 + 64 * 16
-    assert num_bytes == 2 * (product + 2 * 64 * 16)
-
-
-@pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason="another version fuses anew")
-@pytest.mark.parametrize("letter", ["A", "F"])
-def test_the_page_has_todays_counts_of_compiled_blocks(letter: str) -> None:
-    pytest.importorskip("triton")
-    section = PAGE.read_text().partition(COMPILED_HEADING)[2].partition("\n## ")[0]
-    command = "python -m bench.launches --compiled --write"
-    assert (letter, torch.bfloat16) in COMPILED
-    assert compiled_line(letter, torch.bfloat16) in section.splitlines(), command
+    run_cases("tests/scheduled_cases.py", interpreted=False)
 
 
 def test_a_section_is_rewritten_in_place(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""Cases of Inductor's schedule for an H100: run by test_launches.py, or by pytest on this file."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from bench.launches import COMPILED, COMPILED_HEADING, PAGE, compiled_line
+from bench.scheduled import scheduled
+from megacpp.versions import TORCH
+
+
+def test_what_is_fused_for_a_gpu_without_one() -> None:
+    """A product, and one kernel of everything that is element-wise behind it."""
+
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.silu(x @ w) * 2 + 1
+
+    x, w = torch.empty(64, 32, dtype=torch.bfloat16), torch.empty(32, 16, dtype=torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        graph = make_fx(lambda *given: [f(*given)], select_decomp_table())(x, w)
+    launches, num_bytes = scheduled(graph)
+    assert launches == ["extern_kernels.mm", "triton"]
+    product = 64 * 32 + 32 * 16 + 64 * 16
+    assert num_bytes == 2 * (product + 2 * 64 * 16)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason="another version fuses anew")
+@pytest.mark.parametrize("letter", ["A", "F"])
+def test_the_page_has_todays_counts_of_compiled_blocks(letter: str) -> None:
+    section = PAGE.read_text().partition(COMPILED_HEADING)[2].partition("\n## ")[0]
+    command = "python -m bench.launches --compiled --write"
+    assert (letter, torch.bfloat16) in COMPILED
+    assert compiled_line(letter, torch.bfloat16) in section.splitlines(), command
