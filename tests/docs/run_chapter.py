@@ -3,8 +3,9 @@
     python tests/docs/run_chapter.py docs/05-mamba3.md [--update-docs]
 
 A python block that prints is followed by an output block with exactly what it printed. The
-working folder is a fresh temporary one. A ```console block is a command of a checkout (`$ ...`) and
-what it prints.
+working folder is a fresh temporary one. A ```console block is a command (`$ ...`) and what it
+prints: `megacpp` runs in this process and in that folder, `python` in one of its own in the
+checkout. What follows `|` is the shell's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from megacpp.cli.main import main
 
 FENCE = re.compile(r"^```(python|output|console)\n(.*?)^```\n", re.S | re.M)
 ROOT = Path(__file__).parents[2]
@@ -75,12 +79,22 @@ def working_folder():
 
 
 def _run(command: str) -> str:
-    """Return what a command of a checkout prints."""
-    program, *words = shlex.split(command)
-    assert program == "python", command
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    """Return what a command prints."""
+    first, pipe, filters = command.partition(" | ")
+    program, *words = shlex.split(first)
+    if program == "megacpp":
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            assert main(words) == 0, command
+        printed = out.getvalue()
+    else:
+        assert program == "python", command
+        printed = _output([sys.executable, *words], cwd=ROOT)
+    return _output(filters, input=printed, shell=True) if pipe else printed
+
+
+def _output(command: str | list[str], **given: Any) -> str:
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, **given)
     return done.stdout
 
 

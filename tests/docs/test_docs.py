@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megacpp import __version__
 from tests.docs.run_chapter import DriftError, run_chapter
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +21,7 @@ CHAPTERS = sorted((ROOT / "docs").glob("[0-9]*.md"))
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
 def test_chapter_runs_and_figures_match(chapter: Path, request: pytest.FixtureRequest) -> None:
     torch.manual_seed(0)
-    assert run_chapter(chapter, update=request.config.getoption("--update-docs")) > 0
+    assert run_chapter(chapter, update=bool(request.config.getoption("--update-docs"))) > 0
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
@@ -86,13 +87,21 @@ def test_a_drifted_figure_fails(tmp_path: Path) -> None:
     assert "```output\n2\n```" in chapter.read_text()
 
 
-def test_a_command_prints_what_is_shown(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        ("python -c 'print(1 + 1)'", "2"),
+        ("megacpp --version", __version__),
+        ("megacpp explain tiny --mesh.tp 2 --world 2 | head -n 1", "tiny on 2 rank(s): tp=2"),
+    ],
+)
+def test_a_command_prints_what_is_shown(tmp_path: Path, command: str, printed: str) -> None:
     chapter = tmp_path / "00-x.md"
-    chapter.write_text("```console\n$ python -c 'print(1 + 1)'\n3\n```\n")
+    chapter.write_text(f"```console\n$ {command}\n3\n```\n")
     with pytest.raises(DriftError, match="prints"):
         run_chapter(chapter)
     assert run_chapter(chapter, update=True) == 1
-    assert chapter.read_text() == "```console\n$ python -c 'print(1 + 1)'\n2\n```\n"
+    assert chapter.read_text() == f"```console\n$ {command}\n{printed}\n```\n"
 
 
 def test_a_block_that_prints_must_show_it(tmp_path: Path) -> None:
