@@ -93,6 +93,19 @@ def test_metrics_have_every_key_in_full_precision(single: tuple[Path, str]) -> N
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.05
 
 
+def test_speed_is_of_all_ranks_and_memory_of_the_first_step(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacpp.launch.start.device_peak_flops", lambda device: 1e12)
+    folder, learned = tmp_path / "run", str(tmp_path / "learned")
+    train(corpus, folder, 2, *ADAMW, "--run.steps", "2", "--memory.calibration", learned)
+    flops = json.loads((folder / "launch.json").read_text())["flops_per_token"]
+    for row in records(folder):
+        assert row["mfu"] == pytest.approx(row["tokens_per_s"] * flops / 2e12, rel=1e-12)
+    measured = json.loads((folder / "memory/measured.json").read_text())
+    assert measured["components"]["activations"]["measured"] > 0, "its forward was followed"
+
+
 def test_the_run_folder_is_complete(single: tuple[Path, str], corpus: Path) -> None:
     folder = single[0]
     config = json.loads((folder / "config.json").read_text())
