@@ -11,16 +11,22 @@ from pathlib import Path
 TOP = ("tests", "megacpp", "parallel", "optim", "checkpointing", "bench")
 WIRING = "tests/wiring/test_wiring.py"
 # Tests that come first, by the beginning of a file's path; the longest that fits counts. They find
-# most faults in seconds, and some are of modules that no test imports.
+# most faults in seconds, and some are of modules that no test imports. Those of a file itself come
+# before the test file that has its name.
 FIRST = {
     "train.py": f"{WIRING} tests/run/test_rewind.py tests/test_run.py",
     "parallel/": f"{WIRING}",
+    "parallel/fsdp.py": "tests/parallel/test_collective_counts.py"
+    f" tests/parallel/test_expert_units.py {WIRING}",
     "optim/": f"{WIRING}",
     "megacpp/state/": "tests/state/test_sound.py tests/state/test_damage.py"
     " tests/state/test_training.py tests/state/test_checkpoint.py tests/state/test_sparse_stages.py"
     f" {WIRING} tests/run/test_adamw_state.py tests/state/test_crash.py",
     "megacpp/launch/": f"{WIRING}",
+    "megacpp/launch/start.py": f"{WIRING} tests/test_run.py tests/run/test_remote_run.py",
     "megacpp/run/": f"{WIRING}",
+    "megacpp/run/likelihood.py": "tests/run/test_tasks.py",
+    "megacpp/run/records.py": f"{WIRING} tests/test_run.py",
     "megacpp/memory/": "",
     "megacpp/data/": f"{WIRING}",
     "checkpointing/": "",
@@ -49,7 +55,10 @@ class FileChoice:
         prefix = max((p for p in FIRST if changed.startswith(p)), key=len, default="")
         first = FIRST.get(prefix, "").split()
         direct = sorted(self.importers(_module(Path(changed))), key=lambda f: (self.cost(f), f))
-        return list(dict.fromkeys([*self._own(changed), *first, *direct]))[:MOST]
+        named = (
+            [*first, *self._own(changed)] if prefix == changed else [*self._own(changed), *first]
+        )
+        return list(dict.fromkeys([*named, *direct]))[:MOST]
 
     def cost(self, file: str) -> float:
         """Return the seconds of a test file; a guess until it has run."""
