@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 
 from megacpp.dtensor import local_part
-from optim.adamw_kernels import adamw_kernel
-from optim.low_bit import low_bit_update, new_low_bit_state
-from optim.offload import new_offloaded_state, offloaded_update
 
 StateKind = Literal["fp32", "8bit", "4bit", "cpu_offload"]
 
@@ -40,8 +37,12 @@ def new_state(parameter: Tensor, kind: StateKind = "fp32") -> dict[str, Tensor]:
     )
     with torch.no_grad():
         if kind == "8bit" or kind == "4bit":
+            from optim.low_bit import new_low_bit_state
+
             return new_low_bit_state(parameter, kind)
         if kind == "cpu_offload":
+            from optim.offload import new_offloaded_state
+
             return new_offloaded_state(parameter)
         assert kind == "fp32", kind
         return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -63,16 +64,17 @@ def adamw_update(
     kinds: dict[Any, list[tuple[Tensor, dict[str, Tensor]]]] = {}
     for p, state in zip(params, states, strict=True):
         assert p.grad is not None
-        moment = local_part(state["exp_avg"])
+        update, moment = _fused_update, local_part(state["exp_avg"])
         if hasattr(moment, "codes"):  # 8 or 4 bit
-            kind = low_bit_update
+            from optim.low_bit import low_bit_update
+
+            update = low_bit_update
         elif moment.device != local_part(p).device:
-            kind = offloaded_update
-        else:
-            kind = p.dtype
-        kinds.setdefault(kind, []).append((p, state))
-    for kind, members in kinds.items():
-        update = _fused_update if isinstance(kind, torch.dtype) else kind
+            from optim.offload import offloaded_update
+
+            update = offloaded_update
+        kinds.setdefault((update, p.dtype), []).append((p, state))
+    for (update, _), members in kinds.items():
         update(group, [p for p, _ in members], [state for _, state in members])
 
 
@@ -88,3 +90,88 @@ def _fused_update(
         [local_part(state["exp_avg_sq"]) for state in states],
         [state["step"] for state in states],
     )
+
+
+def adamw_kernel(
+    group: dict[str, Any],
+    weights: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+) -> None:
+    """Update tensors of one dtype and device in place.
+
+    torch 2.13's kernel rejects weights, gradients and moments of different dtypes, on a CPU and on
+    a GPU alike (pytorch#147653 would take fp32 weights with bf16 moments).
+
+    Args:
+        group: settings, as in `adamw_update`.
+        weights: any shape; updated.
+        grads: gradients of the weights' shapes.
+        exp_avgs: first moments; updated.
+        exp_avg_sqs: second moments; updated.
+        steps: 0-d step counters, incremented already.
+    """
+    if group.get("cautious") and group["weight_decay"]:
+        cautious_adamw(group, weights, grads, exp_avgs, exp_avg_sqs, steps)
+        return
+    torch._fused_adamw_(
+        weights,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],  # max_exp_avg_sqs, for amsgrad only
+        steps,
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def cautious_adamw(
+    group: dict[str, Any],
+    weights: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+) -> None:
+    """Update w <- w - lr (u + weight_decay * [u w >= 0] * w), u the bias-corrected update.
+
+    Decay acts only where u and w have the same sign, so that both shrink the entry, and where u is
+    zero, so that it opposes no update (Chen et al., 2510.12402, algorithm 1: the sign is that of
+    the update, not of the gradient). Temporary memory: two lists of the weights' size.
+
+    Args:
+        group: settings, as in `adamw_update`.
+        weights: any shape; updated.
+        grads: gradients of the weights' shapes.
+        exp_avgs: first moments; updated.
+        exp_avg_sqs: second moments; updated.
+        steps: 0-d step counters, incremented already.
+    """
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+    counts_P = torch.stack(steps).double()  # P parameters; stays on the device
+    corrections1 = list((1 - beta1**counts_P).unbind())
+    roots2 = list((1 - beta2**counts_P).sqrt().unbind())
+    denominators = list(torch._foreach_sqrt(exp_avg_sqs))
+    torch._foreach_div_(denominators, roots2)
+    torch._foreach_add_(denominators, group["eps"])
+    updates = list(torch._foreach_div(exp_avgs, denominators))
+    torch._foreach_div_(updates, corrections1)
+    for weight, update, denominator in zip(weights, updates, denominators, strict=True):
+        decay = denominator.copy_(weight).mul_(group["weight_decay"])  # reuses its memory
+        update.add_(decay.mul_(update * weight >= 0))
+    if isinstance(lr, Tensor):
+        torch._foreach_mul_(updates, lr)
+        torch._foreach_sub_(weights, updates)
+    else:
+        torch._foreach_sub_(weights, updates, alpha=lr)

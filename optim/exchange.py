@@ -17,46 +17,127 @@ Legend: K matrices of a batch, R rows, C columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from optim.ownership import Job
-from optim.packing import (
-    JobSlice,
-    PackedBuffer,
-    RankContext,
-    Slices,
-    SolveBatch,
-    SplitBuffer,
-    batches_of,
-)
 from optim.shard_layout import ShardRegion
 
+Slices = tuple[slice, ...]
 
+
+class JobSlice(NamedTuple):
+    """Cells of a job that one rank holds.
+
+    Attributes:
+        job: matrices that the cells belong to.
+        region: cells in the parameter.
+        where: slices that select the cells in the tensor that holds them; None selects all of it.
+        shape: shape of the selected cells; `[R, C]` for a 2-D parameter, without a leading 1.
+        size: number of cells.
+    """
+
+    job: Job
+    region: ShardRegion
+    where: Slices | None
+    shape: tuple[int, ...]
+    size: int
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Return a view of these cells.
+
+        Args:
+            whole: tensor that holds the cells, of any shape that `where` indexes.
+        """
+        return whole if self.where is None else whole[self.where]
+
+
+class PackedBuffer:
+    """Job slices that are packed one after the other in a flat buffer.
+
+    Attributes:
+        pieces: the slices, in order.
+        start: offset of the first cell in the buffer.
+        cells: total number of cells.
+    """
+
+    def __init__(self, pieces: Sequence[JobSlice], start: int = 0) -> None:
+        self.pieces, self.start = list(pieces), start
+        self._sizes = [piece.size for piece in pieces]
+        self.cells = sum(self._sizes)
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """Return the part of the flat buffer `[N]` that holds these slices.
+
+        Args:
+            buffer: `[N]`, at least `start + cells` long.
+        """
+        return buffer[self.start : self.start + self.cells]
+
+    def views(self, cells: Tensor) -> list[Tensor]:
+        """Return one view per slice.
+
+        Args:
+            cells: `[self.cells]`, these slices alone.
+        """
+        if not self.pieces:
+            return []
+        parts = cells.split(self._sizes)
+        return [x.view(piece.shape) for x, piece in zip(parts, self.pieces, strict=True)]
+
+
+class SplitBuffer(PackedBuffer):
+    """Packed buffer of an all-to-all: slices for, or from, each rank.
+
+    Attributes:
+        splits: number of cells per rank.
+    """
+
+    def __init__(self, by_rank: Sequence[Sequence[JobSlice]]) -> None:
+        super().__init__([piece for some in by_rank for piece in some])
+        self.splits = [sum(piece.size for piece in some) for some in by_rank]
+
+
+class SolveBatch:
+    """Jobs with matrices of one shape that are solved together.
+
+    Attributes:
+        jobs: the jobs, in the order of the batch.
+        counts: number of matrices per job.
+        count: number of matrices.
+        cells: total number of cells.
+    """
+
+    def __init__(self, jobs: Sequence[Job], rows: int, cols: int, solver: Any) -> None:
+        self.jobs, self.rows, self.cols, self.solver = tuple(jobs), rows, cols, solver
+        self.counts = [job.count for job in jobs]
+        self.count = sum(self.counts)
+        self.cells = self.count * rows * cols
+
+
+@dataclass(frozen=True)
 class LocalJobs:
     """Matrices that are stored whole on this rank, in their order in a packed buffer.
 
     Attributes:
         batches: batches to solve.
-        pieces: all slices.
+        sections: slices of each batch.
         blocks: slices whose momenta are updated together.
         alike: per batch, see `RankContext.alike`.
-        cells: total number of cells.
     """
 
-    def __init__(self, jobs: Sequence[Job], rank: RankContext) -> None:
-        self.batches = batches_of(jobs, rank.kinds, rank.batch_cells)
-        self._sections: list[PackedBuffer] = []
-        for batch in self.batches:
-            start = self._sections[-1].start + self._sections[-1].cells if self._sections else 0
-            self._sections.append(PackedBuffer([rank.here(i, i.region) for i in batch.jobs], start))
-        self.pieces = [piece for section in self._sections for piece in section.pieces]
-        self.blocks = rank.blocks(self.pieces)
-        self.alike = [rank.alike(section.pieces) for section in self._sections]
-        self.cells = sum(batch.cells for batch in self.batches)
+    batches: list[SolveBatch]
+    sections: list[PackedBuffer]
+    blocks: list[PackedBuffer]
+    alike: list[list[list[int]]]
+
+    @property
+    def cells(self) -> int:
+        """Total number of cells."""
+        return sum(batch.cells for batch in self.batches)
 
     def solve(
         self, packed: Tensor, function: Callable[[SolveBatch, Tensor], Tensor]
@@ -67,12 +148,13 @@ class LocalJobs:
             packed: `[cells]`, the matrices to orthogonalise.
             function: maps a batch and its matrices `[K, R, C]` to the results `[K, R, C]`.
         """
-        for batch, section, alike in zip(self.batches, self._sections, self.alike, strict=True):
+        for batch, section, alike in zip(self.batches, self.sections, self.alike, strict=True):
             x_KRC = section.view(packed).view(batch.count, batch.rows, batch.cols)
             # Without a local name the yielded updates are freed before the next batch is solved.
             yield section, alike, section.views(function(batch, x_KRC).reshape(-1))
 
 
+@dataclass(frozen=True)
 class CommBucket:
     """Matrices that are exchanged by one pair of all-to-alls.
 
@@ -83,34 +165,26 @@ class CommBucket:
         arriving: cells of the results that this rank stores, from each owner.
         alike: groups of `arriving`, see `RankContext.alike`.
         batches: matrices owned by this rank.
+        sources, targets: copies between each batch and `received`, and `returned`.
         blocks: slices of `sent` whose momenta are updated together.
         aside: slices that another replica sends; their momenta are updated without sending.
     """
 
-    def __init__(self, jobs: Sequence[Job], rank: RankContext) -> None:
-        ranks, me = range(rank.size), rank.number
-        dealt: list[list[Job]] = [[] for _ in ranks]
-        for job in jobs:
-            dealt[job.owner].append(job)
-        # Jobs of a batch are adjacent in every buffer: one copy moves a rank's cells of all.
-        batches = [batches_of(some, rank.kinds, rank.batch_cells) for some in dealt]
-        owned = [[job for batch in some for job in batch.jobs] for some in batches]
-        arriving = [[rank.here(*p) for p in rank.held(some, me)] for some in owned]
-        sent = [[p for p in some if rank.supplies(p.job, me)] for some in arriving]
-        returned = [[_inside(*p) for p in rank.held(owned[me], r)] for r in ranks]
-        received = [[p for p in some if rank.supplies(p.job, r)] for r, some in enumerate(returned)]
-        self.sent, self.received = SplitBuffer(sent), SplitBuffer(received)
-        self.returned, self.arriving = SplitBuffer(returned), SplitBuffer(arriving)
-        self.batches, self.alike = batches[me], rank.alike(self.arriving.pieces)
-        self.blocks = rank.blocks(self.sent.pieces)
-        self.aside = rank.blocks([p for p in self.arriving.pieces if not rank.supplies(p.job, me)])
-        self._sources = runs_of(self.batches, self.received)
-        self._targets = runs_of(self.batches, self.returned)
+    sent: SplitBuffer
+    received: SplitBuffer
+    returned: SplitBuffer
+    arriving: SplitBuffer
+    alike: list[list[int]]
+    batches: list[SolveBatch]
+    sources: list[list[CopyRun]]
+    targets: list[list[CopyRun]]
+    blocks: list[PackedBuffer]
+    aside: list[PackedBuffer]
 
     @property
     def copied(self) -> list[tuple[SolveBatch, int]]:
         """Batches with the cells copied to assemble each; 0 if it arrives contiguous."""
-        both = zip(self.batches, self._sources, strict=True)
+        both = zip(self.batches, self.sources, strict=True)
         return [(batch, batch.cells if len(runs) > 1 else 0) for batch, runs in both]
 
     def solve(self, arrived: Tensor, function: Callable[[SolveBatch, Tensor], Tensor]) -> Tensor:
@@ -121,9 +195,8 @@ class CommBucket:
             function: maps a batch and its matrices `[K, R, C]` to the results `[K, R, C]`.
         """
         back = arrived.new_empty(self.returned.cells)
-        for batch, arriving, leaving in zip(
-            self.batches, self._sources, self._targets, strict=True
-        ):
+        each = zip(self.batches, self.sources, self.targets, strict=True)
+        for batch, arriving, leaving in each:
             o_KRC = function(batch, _assembled(batch, arriving, arrived))
             for run in leaving:
                 run.there(back).copy_(run.here(o_KRC))
@@ -175,29 +248,6 @@ class CopyRun(NamedTuple):
         return self._replace(past=other.past, last=other.last) if beside else None
 
 
-def runs_of(batches: Sequence[SolveBatch], split: SplitBuffer) -> list[list[CopyRun]]:
-    """Return, per batch, the fewest copies between it and a buffer packed by rank."""
-    places: dict[int, tuple[int, int]] = {}  # id of a job: its batch, and its first matrix
-    for number, batch in enumerate(batches):
-        firsts = accumulate(batch.counts, initial=0)
-        places |= {id(job): (number, a) for job, a in zip(batch.jobs, firsts, strict=False)}
-    found: list[list[CopyRun]] = [[] for _ in batches]
-    past = 0
-    for job, _, where, shape, size in split.pieces:
-        number, first = places[id(job)]
-        start, past = past, past + size
-        run, runs = (
-            CopyRun(start, past, first, first + job.count, job.region.shape, where, shape),
-            found[number],
-        )
-        joined = runs[-1].with_next(run) if runs else None
-        if joined:
-            runs[-1] = joined
-        else:
-            runs.append(run)
-    return found
-
-
 def _assembled(batch: SolveBatch, runs: Sequence[CopyRun], arrived: Tensor) -> Tensor:
     """Assemble the matrices of a batch, `[K, R, C]`; a single run is returned as a view."""
     shape = batch.count, batch.rows, batch.cols
@@ -239,9 +289,3 @@ class AsyncAllToAll:
         self._work.wait()
         self._work = self._packed = self._arrived = None
         return arrived
-
-
-def _inside(job: Job, region: ShardRegion) -> JobSlice:
-    """Return the slice that selects `region` in a tensor of the whole job."""
-    where = None if region == job.region else region.slices_in(job.region)
-    return JobSlice(job, region, where, region.shape, region.size)

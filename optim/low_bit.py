@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megacpp.dtensor import is_dtensor, local_part
 from megacpp.errors import config_error
-from optim.adamw_kernels import adamw_kernel
+from optim.adamw import adamw_kernel
 
 Bits = Literal["8bit", "4bit"]
 BLOCKS: dict[Bits, int] = {"8bit": 256, "4bit": 128}

@@ -17,10 +17,10 @@ from megacpp.memory.forms.muon import (
     packing_bytes,
     step_peak_bytes,
 )
-from optim.exchange import CommBucket, LocalJobs
+from optim.exchange import PackedBuffer, SolveBatch
 from optim.newton_schulz import CPU_BATCH_BYTES, CUDA_BATCH_BYTES, Coefficients, least_batch
 from optim.ownership import Job, MatrixView, buckets_of, choose_owners, fingerprint, jobs_of, loads
-from optim.packing import MatrixKind, PackedBuffer, RankContext, SolveBatch
+from optim.packing import MatrixKind, RankContext, comm_bucket, local_jobs
 from optim.shard_layout import ShardLayout, layout_of
 
 
@@ -87,10 +87,10 @@ class Exchange:
         here = [i for i in self.jobs if not i.moves and some.rank in i.holders]
         moving = [job for job in self.jobs if job.moves]
         dealt = buckets_of(moving, layouts, self.num_ranks, most)
-        self.buckets = [CommBucket(bucket, rank) for bucket in dealt]
+        self.buckets = [comm_bucket(bucket, rank) for bucket in dealt]
         # Local jobs are packed a few batches at a time, so that they stay in caches until solved.
         portions = _portions(here, min(most, max(batch, BLOCK_CELLS)))
-        self.staying = [LocalJobs(part, rank) for part in portions]
+        self.staying = [local_jobs(part, rank) for part in portions]
         solvers = [kind.solve for kind in kinds.values()]  # they order matrices within a bucket
         self.fingerprint = fingerprint((wire, bucket_bytes, some.ranks, self.jobs, dealt, solvers))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megacpp.dtensor import local_part
 from megacpp.errors import config_error
-from optim.adamw_kernels import adamw_kernel
+from optim.adamw import adamw_kernel
 from optim.low_bit import like
 
 

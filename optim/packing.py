@@ -1,110 +1,23 @@
-"""Jobs packed into flat buffers: slices of matrices, batches to solve, and this rank's shards.
-
-Legend: K matrices of a batch, R rows, C columns.
-"""
+"""What each rank packs, sends and solves of Muon's jobs (optim/exchange.py), planned once."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor
-
+from optim.exchange import (
+    CommBucket,
+    CopyRun,
+    JobSlice,
+    LocalJobs,
+    PackedBuffer,
+    SolveBatch,
+    SplitBuffer,
+)
 from optim.ownership import Job
 from optim.shard_layout import ShardLayout, ShardRegion
-
-Slices = tuple[slice, ...]
-
-
-class JobSlice(NamedTuple):
-    """Cells of a job that one rank holds.
-
-    Attributes:
-        job: matrices that the cells belong to.
-        region: cells in the parameter.
-        where: slices that select the cells in the tensor that holds them; None selects all of it.
-        shape: shape of the selected cells; `[R, C]` for a 2-D parameter, without a leading 1.
-        size: number of cells.
-    """
-
-    job: Job
-    region: ShardRegion
-    where: Slices | None
-    shape: tuple[int, ...]
-    size: int
-
-    def take(self, whole: Tensor) -> Tensor:
-        """Return a view of these cells.
-
-        Args:
-            whole: tensor that holds the cells, of any shape that `where` indexes.
-        """
-        return whole if self.where is None else whole[self.where]
-
-
-class PackedBuffer:
-    """Job slices that are packed one after the other in a flat buffer.
-
-    Attributes:
-        pieces: the slices, in order.
-        start: offset of the first cell in the buffer.
-        cells: total number of cells.
-    """
-
-    def __init__(self, pieces: Sequence[JobSlice], start: int = 0) -> None:
-        self.pieces, self.start = list(pieces), start
-        self._sizes = [piece.size for piece in pieces]
-        self.cells = sum(self._sizes)
-
-    def view(self, buffer: Tensor) -> Tensor:
-        """Return the part of the flat buffer `[N]` that holds these slices.
-
-        Args:
-            buffer: `[N]`, at least `start + cells` long.
-        """
-        return buffer[self.start : self.start + self.cells]
-
-    def views(self, cells: Tensor) -> list[Tensor]:
-        """Return one view per slice.
-
-        Args:
-            cells: `[self.cells]`, these slices alone.
-        """
-        if not self.pieces:
-            return []
-        parts = cells.split(self._sizes)
-        return [x.view(piece.shape) for x, piece in zip(parts, self.pieces, strict=True)]
-
-
-class SplitBuffer(PackedBuffer):
-    """Packed buffer of an all-to-all: slices for, or from, each rank.
-
-    Attributes:
-        splits: number of cells per rank.
-    """
-
-    def __init__(self, by_rank: Sequence[Sequence[JobSlice]]) -> None:
-        super().__init__([piece for some in by_rank for piece in some])
-        self.splits = [sum(piece.size for piece in some) for some in by_rank]
-
-
-class SolveBatch:
-    """Jobs with matrices of one shape that are solved together.
-
-    Attributes:
-        jobs: the jobs, in the order of the batch.
-        counts: number of matrices per job.
-        count: number of matrices.
-        cells: total number of cells.
-    """
-
-    def __init__(self, jobs: Sequence[Job], rows: int, cols: int, solver: Any) -> None:
-        self.jobs, self.rows, self.cols, self.solver = tuple(jobs), rows, cols, solver
-        self.counts = [job.count for job in jobs]
-        self.count = sum(self.counts)
-        self.cells = self.count * rows * cols
 
 
 @dataclass(frozen=True)
@@ -202,3 +115,71 @@ class RankContext:
         """Return whether `rank` is in the replica that sends to the owner of `job`."""
         layout = self.layouts[job.parameter]
         return layout.replica(rank) == layout.replica(job.owner)
+
+
+def local_jobs(jobs: Sequence[Job], rank: RankContext) -> LocalJobs:
+    """Return the plan of jobs that are whole on this rank."""
+    batches = batches_of(jobs, rank.kinds, rank.batch_cells)
+    starts = accumulate((batch.cells for batch in batches), initial=0)
+    sections = [
+        PackedBuffer([rank.here(job, job.region) for job in batch.jobs], start)
+        for batch, start in zip(batches, starts, strict=False)
+    ]
+    pieces = [piece for section in sections for piece in section.pieces]
+    alike = [rank.alike(section.pieces) for section in sections]
+    return LocalJobs(batches, sections, rank.blocks(pieces), alike)
+
+
+def comm_bucket(jobs: Sequence[Job], rank: RankContext) -> CommBucket:
+    """Return this rank's part of the exchange of jobs."""
+    ranks, me = range(rank.size), rank.number
+    dealt: list[list[Job]] = [[] for _ in ranks]
+    for job in jobs:
+        dealt[job.owner].append(job)
+    # Jobs of a batch are adjacent in every buffer: one copy moves a rank's cells of all.
+    batches = [batches_of(some, rank.kinds, rank.batch_cells) for some in dealt]
+    owned = [[job for batch in some for job in batch.jobs] for some in batches]
+    arriving = [[rank.here(*p) for p in rank.held(some, me)] for some in owned]
+    sent = [[p for p in some if rank.supplies(p.job, me)] for some in arriving]
+    returned = [[_inside(*p) for p in rank.held(owned[me], r)] for r in ranks]
+    received = [[p for p in some if rank.supplies(p.job, r)] for r, some in enumerate(returned)]
+    pieces = [p for some in arriving for p in some]
+    buffers = [SplitBuffer(by_rank) for by_rank in (sent, received, returned, arriving)]
+    return CommBucket(
+        *buffers,
+        alike=rank.alike(pieces),
+        batches=batches[me],
+        sources=runs_of(batches[me], buffers[1]),
+        targets=runs_of(batches[me], buffers[2]),
+        blocks=rank.blocks(buffers[0].pieces),
+        aside=rank.blocks([p for p in pieces if not rank.supplies(p.job, me)]),
+    )
+
+
+def runs_of(batches: Sequence[SolveBatch], split: SplitBuffer) -> list[list[CopyRun]]:
+    """Return, per batch, the fewest copies between it and a buffer packed by rank."""
+    places: dict[int, tuple[int, int]] = {}  # id of a job: its batch, and its first matrix
+    for number, batch in enumerate(batches):
+        firsts = accumulate(batch.counts, initial=0)
+        places |= {id(job): (number, a) for job, a in zip(batch.jobs, firsts, strict=False)}
+    found: list[list[CopyRun]] = [[] for _ in batches]
+    past = 0
+    for job, _, where, shape, size in split.pieces:
+        number, first = places[id(job)]
+        start, past = past, past + size
+        run, runs = (
+            CopyRun(start, past, first, first + job.count, job.region.shape, where, shape),
+            found[number],
+        )
+        joined = runs[-1].with_next(run) if runs else None
+        if joined:
+            runs[-1] = joined
+        else:
+            runs.append(run)
+    return found
+
+
+def _inside(job: Job, region: ShardRegion) -> JobSlice:
+    """Return the slice that selects `region` in a tensor of the whole job."""
+    where = None if region == job.region else region.slices_in(job.region)
+    return JobSlice(job, region, where, region.shape, region.size)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from optim.exchange import CommBucket
+from optim.exchange import JobSlice
 from optim.newton_schulz import newton_schulz_flops
 from optim.ownership import (
     Job,
@@ -25,7 +25,7 @@ from optim.ownership import (
     jobs_of,
     loads,
 )
-from optim.packing import JobSlice, MatrixKind, RankContext
+from optim.packing import MatrixKind, RankContext, comm_bucket
 from optim.shard_layout import ShardLayout, ShardRegion, cutting_order, shard_bounds
 
 
@@ -64,7 +64,7 @@ def test_replicas_hold_the_same_and_work_once_by_hand() -> None:
     assert jobs[1].owner == 1
     assert loads(jobs, 4) == [four, 2 * two, four, two]
     buckets = [
-        CommBucket(jobs[1:2], RankContext(r, 4, {0: layout}, {0: MatrixKind(0, 5)}, 99, 99))
+        comm_bucket(jobs[1:2], RankContext(r, 4, {0: layout}, {0: MatrixKind(0, 5)}, 99, 99))
         for r in range(4)
     ]
     assert [bucket.sent.splits for bucket in buckets] == [[0, 3, 0, 0]] * 2 + [[0, 0, 0, 0]] * 2
@@ -155,7 +155,7 @@ def test_waves_give_owners_equal_work_and_stay_within_the_bucket(
     of_rank = [RankContext(r, ranks, layouts, kinds, 1, 1) for r in range(ranks)]
     assert len(buckets) >= 4
     for bucket in buckets:
-        made = [CommBucket(bucket, rank) for rank in of_rank]
+        made = [comm_bucket(bucket, rank) for rank in of_rank]
         for one in made:
             ways = (one.sent, one.received, one.returned, one.arriving)
             assert max(way.cells for way in ways) <= most
@@ -191,7 +191,7 @@ def test_every_element_reaches_one_owner_and_comes_back() -> None:
     jobs = choose_owners(jobs_of(0, blocks((4, 3, 9, 1), 3), layout), 10)
     kinds = {0: MatrixKind(0, 5)}
     ranks = [RankContext(r, 10, {0: layout}, kinds, 99, 99) for r in range(10)]
-    buckets = [CommBucket([job for job in jobs if job.moves], rank) for rank in ranks]
+    buckets = [comm_bucket([job for job in jobs if job.moves], rank) for rank in ranks]
     whole = torch.arange(1.0, 1 + 17 * 3).view(17, 3)
     held = [whole[None, low:high] for low, high in bounds * 2]
     packed = [_packed(b.sent.pieces, own) for b, own in zip(buckets, held, strict=True)]

@@ -296,7 +296,7 @@ WORKAROUNDS = [
     Workaround("megacpp/kernels/wanted.py", "pytorch#56500", needs_input_grad_is_of_the_forward),
     Workaround("megacpp/model/hybrid.py", "pytorch/torchtitan#2252", leaving_meta_unties),
     Workaround("megacpp/model/hybrid.py", NONE, an_embedding_on_meta_imports_dynamo),
-    Workaround("optim/adamw_kernels.py", "pytorch#147653", fused_adamw_wants_one_dtype),
+    Workaround("optim/adamw.py", "pytorch#147653", fused_adamw_wants_one_dtype),
     Workaround("optim/muon_adamw.py", "pytorch#43706", loading_casts_moments),
     Workaround("optim/low_bit.py", NONE, packed_moments_change_when_packed_again),
     Workaround("checkpointing/compile.py", "pytorch#177355", graphs_are_counted_by_code),
