@@ -174,7 +174,7 @@ def query_and_key(mixer: Attention) -> tuple[nn.Parameter, nn.Parameter]:
     else:
         low_rank = mixer.config.attention.q_lora_rank > 0
         modules = mixer.wq_b if low_rank else mixer.wq, mixer.wkv_b
-    # Not `.weight`: under tensor parallelism it reads a local shard (parallel/tensor.py).
+    # Not `.weight`: under tensor parallelism it reads a local shard (parallel/styles.py).
     w_q, w_k = (module._parameters["weight"] for module in modules)
     assert w_q is not None and w_k is not None
     return w_q, w_k

@@ -31,7 +31,8 @@ from parallel.fsdp import shard_model
 from parallel.mesh import World
 from parallel.plans import row_of
 from parallel.stages import Stage, keep_parts, make_stages
-from parallel.tensor import ShardModule, shard_heads_and_rows
+from parallel.styles import ShardModule
+from parallel.tensor import shard_heads_and_rows
 
 
 def parallelize(

@@ -12,11 +12,13 @@ in "How to Scale Your Model" (jax-ml.github.io/scaling-book), with `{X}` for its
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from parallel.collectives import exchange, gather, scatter_sum
@@ -126,12 +128,13 @@ class Redistribute:
         both = "all-gather", "reduce-scatter"
         return both if self.kind == "gather" else (both[1], both[0])
 
-    def __call__(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return this rank's tensor in the new layout, with its gradient."""
+    def over(self, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+        """Return the collective that maps a rank's tensor to the new layout, with its gradient."""
+        group = mesh.get_group()
         if self.split is not None:
-            return exchange(x, self.split, self.dim, group)
+            return partial(exchange, split=self.split, join=self.dim, group=group)
         collective = gather if self.kind == "gather" else scatter_sum
-        return collective(x, self.dim, group)
+        return partial(collective, dim=self.dim, group=group)
 
     def __str__(self) -> str:
         return f"{self.before} -> {self.after}"

@@ -5,132 +5,40 @@ heads or hidden units of all tokens. Parameters are DTensors for FSDP2, optimize
 the model's own code reads their local part, as if it were the whole of a smaller model. So no
 operator inside a mixer pays for DTensor dispatch, and no mixer knows of ranks.
 
-Legend: B rows, T tokens of all ranks, t tokens of this rank, D model, G groups of heads.
+Legend: B rows, T tokens, h heads of this rank, P numbers of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from megacpp.blocks.attention.sparse import SparseAttention
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.blocks.top.module import TokenOrder
-from megacpp.kernels.linear_cross_entropy.chunked import (
-    ShardStatistics,
-    VocabularyShard,
-    merge_statistics,
-)
 from megacpp.kernels.mamba3.inputs import HeadWeights, ScanInputs
 from megacpp.kernels.sparse_attention.indexer_loss import HeadShard
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import wide
-from megacpp.model.head import LanguageModelHead
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.lookup import Table
 from megacpp.model.norm import NormOverHeads
-from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.scan import SequenceScan
-from parallel.collectives import all_sum, all_sum_plain, gather_plain
-from parallel.notation import Array, Redistribute
+from parallel.collectives import all_sum_plain
+from parallel.notation import Array
 from parallel.plans import activation_layouts, row_of
-
-
-class ShardModule(ParallelStyle):
-    """Style that shards a module's parameters by their plan rows, and redistributes activations.
-
-    Args:
-        arrays: by name below the module; parameters of other axes are left alone.
-        enter: redistribution of the first argument; None: none.
-        leave: redistribution of the output; None: none.
-    """
-
-    def __init__(
-        self,
-        arrays: Mapping[str, Array],
-        enter: Redistribute | None = None,
-        leave: Redistribute | None = None,
-    ) -> None:
-        self.arrays, self.enter, self.leave = arrays, enter, leave
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for leaf, array in self.arrays.items():
-            shard_parameter(module, leaf, array, device_mesh)
-        group, enter, leave = device_mesh.get_group(), self.enter, self.leave
-        if enter is not None:
-
-            def entering(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-                x = args[0]
-                recompute: Recompute = getattr(module, "recompute", PLAIN)
-                if enter.kind == "gather":
-                    return recompute("gather", enter, x, group), *args[1:]
-                return enter(x, group), *args[1:]
-
-            module.register_forward_pre_hook(entering)
-        if leave is not None:
-
-            def leaving(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-                return leave(out, group)
-
-            module.register_forward_hook(leaving)
-        return module
-
-
-class ShardTable(ShardModule):
-    """Style of a sharded table: each rank looks up the rows that it holds, zeros for the others."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, Table)
-        module.lookup = LookupOfRank(device_mesh.get_local_rank())
-        return super()._apply(module, device_mesh)
-
-
-class LookupOfRank(nn.Module):
-    """Look-up in this rank's rows of a table; the sum over ranks is the whole look-up."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def forward(self, ids: Tensor, weight_vD: Tensor) -> Tensor:
-        """Return rows `[..., D]` of ids from the rows r v to (r + 1) v that rank r has, else zeros.
-
-        Args:
-            ids: `[...]`, of the whole table.
-            weight_vD: `[v, D]`, this rank's rows.
-        """
-        local = ids - self.rank * len(weight_vD)
-        here = (local >= 0) & (local < len(weight_vD))
-        x_D = F.embedding(torch.where(here, local, 0), weight_vD)
-        return torch.where(here[..., None], x_D, 0)
-
-
-class ShardHead(ShardModule):
-    """Style of a sharded vocabulary: each rank makes the logits of its words alone."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, LanguageModelHead)
-        super()._apply(module, device_mesh)
-        module.shard, enter = _words(module, device_mesh), self.enter
-        group = device_mesh.get_group()
-
-        def entering(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x, labels, *ahead = args  # hidden states for tokens further ahead come the same way
-            further = [a._replace(x_NTD=enter(a.x_NTD, group)) for a in ahead] if enter else ahead
-            return x, labels, *further
-
-        module.register_forward_pre_hook(entering)
-        return module
+from parallel.styles import (
+    ShardExpertMixer,
+    ShardHead,
+    ShardModule,
+    ShardNorm,
+    ShardTable,
+    words_of_rank,
+)
 
 
 class ShardTop(ShardModule):
@@ -140,7 +48,7 @@ class ShardTop(ShardModule):
         assert isinstance(module, TokenOrder)
         super()._apply(module, device_mesh)
         module.shard, module.record_share = (
-            _words(module.unembed, device_mesh),
+            words_of_rank(module.unembed, device_mesh),
             1 / device_mesh.size(),
         )
         return module
@@ -173,51 +81,6 @@ class GroupsOfRank(nn.Module):
         return self.scan(inputs, weights, docs)
 
 
-class ShardNorm(ShardModule):
-    """Style of an RMSNorm over all heads: each rank has some of its width, and sums squares."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, NormOverHeads)
-        super()._apply(module, device_mesh)
-        module.normalise = NormaliseOverRanks(module.dim, device_mesh.get_group())
-        return module
-
-
-class NormaliseOverRanks(nn.Module):
-    """RMSNorm over a last dim of which each rank of a group has a part."""
-
-    def __init__(self, dim: int, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.dim, self.group = dim, group
-
-    def forward(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return this rank's part of the RMS norm over `dim`, in the dtype of `x`.
-
-        Args:
-            x: `[..., dim / ranks]`.
-            weight: `[dim / ranks]`.
-            eps: added to the mean square.
-        """
-        x_wide = wide(x)
-        square = all_sum(x_wide.square().sum(-1, keepdim=True), self.group) / self.dim
-        return (x_wide * torch.rsqrt(square + eps) * weight).to(x.dtype)
-
-
-class ShardExpertMixer(ShardModule):
-    """Style of an E mixer: router and routed experts get the documents of the rank's own tokens."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        super()._apply(module, device_mesh)
-        rank, size = device_mesh.get_local_rank(), device_mesh.size()
-
-        def own_tokens(_: nn.Module, args: tuple[Tensor, Documents]) -> tuple[Tensor, Documents]:
-            x_BtD, docs = args
-            return x_BtD, docs.memo(("tokens", rank, size), lambda: _tokens(docs, rank, size))
-
-        module.register_forward_pre_hook(own_tokens)
-        return module
-
-
 def shard_heads_and_rows(model: HybridLM, tp: DeviceMesh) -> None:
     """Apply the plan over the axis `tp`, in place; the model may be on the meta device."""
     parallelize_module(model, tp, tensor_plan(model))  # type: ignore[arg-type]
@@ -238,47 +101,6 @@ def tensor_plan(model: HybridLM) -> dict[str, ParallelStyle]:
         name: _style(name, model)(arrays.get(name, {}), *layouts.get(name, (None, None)))
         for name in dict.fromkeys((*arrays, *layouts, *model.mixers()))
     }
-
-
-def shard_parameter(module: nn.Module, leaf: str, array: Array, mesh: DeviceMesh) -> None:
-    """Make a parameter a DTensor on the one axis of `mesh`; its module reads the local part.
-
-    The gradient of a local part is taken as it comes: of a parameter that every rank has whole it
-    is a partial sum, which the accumulation boundary completes once per step.
-
-    Args:
-        module: that owns the parameter.
-        leaf: its name in the module.
-        array: its dims and axes.
-        mesh: of one axis.
-    """
-    (axis,) = mesh.mesh_dim_names or ("",)
-    whole = module._parameters[leaf]
-    assert whole is not None
-    cut = distribute_tensor(whole.detach(), mesh, [array.placement(axis)])
-    module._parameters[leaf] = nn.Parameter(cut, whole.requires_grad)
-    read_locally(module, leaf)
-
-
-def read_locally(module: nn.Module, leaf: str) -> None:
-    """Make `module.<leaf>` the local part of that parameter while FSDP2 has it gathered.
-
-    This is a property on a class made for this one module: the parameter itself stays in
-    `_parameters`, where FSDP2, optimizer and checkpoints look for it. Outside of a forward, when it
-    is sharded over a second axis too, it reads as itself.
-    """
-    kind = type(module)
-    if not getattr(kind, "reads_locally", False):
-        kind = type(kind.__name__, (kind,), {"reads_locally": True, "__module__": kind.__module__})
-        module.__class__ = kind
-
-    def read(self: nn.Module) -> Tensor | None:
-        value = self._parameters[leaf]
-        if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
-            return value
-        return value.to_local(grad_placements=value.placements)
-
-    setattr(kind, leaf, property(read))
 
 
 def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -305,24 +127,6 @@ def _style(name: str, model: HybridLM) -> type[ShardModule]:
     if isinstance(model.get_submodule(name), NormOverHeads):
         return ShardNorm
     return styles.get(last, ShardModule)
-
-
-def _words(owner: nn.Module, mesh: DeviceMesh) -> VocabularyShard:
-    """Return this rank's words of an unembedding, with the merge of all ranks' statistics."""
-    words = owner._parameters["weight"].shape[0] // mesh.size()  # type: ignore[union-attr]
-    group = mesh.get_group()
-
-    def merge(own: ShardStatistics) -> ShardStatistics:
-        all_R3n = gather_plain(torch.stack(own)[None], 0, group)
-        return merge_statistics([ShardStatistics(*of_rank) for of_rank in all_R3n])
-
-    return VocabularyShard(mesh.get_local_rank() * words, merge)
-
-
-def _tokens(docs: Documents, rank: int, size: int) -> Documents:
-    """Documents of the tokens that a rank of `tp` holds between blocks."""
-    t = docs.ids_BT.shape[1] // size
-    return docs.take(torch.arange(rank * t, (rank + 1) * t, device=docs.ids_BT.device))
 
 
 def _spread_heads(mixer: SparseAttention, group: dist.ProcessGroup) -> None:

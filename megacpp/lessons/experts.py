@@ -34,7 +34,7 @@ from parallel.fsdp import shard_slice
 from parallel.mesh import World
 from parallel.notation import Array
 from parallel.start import join
-from parallel.tensor import shard_parameter
+from parallel.styles import shard_parameter
 
 CPU = torch.device("cpu")
 B, T, D = 4, 16, 12

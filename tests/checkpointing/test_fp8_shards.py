@@ -18,7 +18,7 @@ from checkpointing.fp8_shards import Float8Shard, shard_in_fp8
 from megacpp.config.checks.fp8 import fp8_rules
 from megacpp.config.schema import Config
 from parallel.notation import Array
-from parallel.tensor import shard_parameter
+from parallel.styles import shard_parameter
 from tests.checkpointing.fp8_cases import changed, config_with
 from tests.differences import largest, relative
 from tests.ranks import run_ranks

@@ -33,7 +33,7 @@ from parallel.context.layout import ContextLayout, Order
 from parallel.context.ring import Ring, ring_attention, seen_chunks
 from parallel.notation import Array
 from parallel.plans import PARAMETERS
-from parallel.tensor import shard_parameter
+from parallel.styles import shard_parameter
 from tests.collectives import Collective, CollectiveCounter
 from tests.differences import largest, relative
 from tests.model.attention_cases import noise, packed
