@@ -35,7 +35,7 @@ from megacpp.blocks.experts.module import MixtureOfExperts, SharedExpert
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.blocks.mamba3.scan import Mamba3Scan
 from megacpp.kernels.attention.causal import VARLEN, remember
-from megacpp.kernels.autocast import autocast_dtype
+from megacpp.kernels.autograd import autocast_dtype
 from megacpp.kernels.causal_conv import reach
 from megacpp.kernels.mamba3.ops import Chunks
 from megacpp.model.block import Block

@@ -31,8 +31,7 @@ from megacpp.blocks.descriptor import BlockKind
 from megacpp.blocks.kinds import KINDS
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import config_error
-from megacpp.kernels.autocast import autocast_dtype
-from megacpp.kernels.wanted import needs_input_grad_now
+from megacpp.kernels.autograd import autocast_dtype, needs_input_grad_now
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Constant, Rule, tensor_key, uniform
 from megacpp.model.sizes import projected_width

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.autocast import autocast_dtype
-from megacpp.kernels.wanted import needs_input_grad_now
+from megacpp.kernels.autograd import autocast_dtype, needs_input_grad_now
 
 
 def gated(gate: Tensor, up: Tensor | None = None) -> Tensor:

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.autocast import autocast_dtype
-from megacpp.kernels.wanted import needs_input_grad_now
+from megacpp.kernels.autograd import autocast_dtype, needs_input_grad_now
 from megacpp.model.fp32 import wide
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megacpp.kernels.autocast import autocast_dtype
+from megacpp.kernels.autograd import autocast_dtype
 from megacpp.kernels.linear_cross_entropy.chunked import (
     ShardStatistics,
     VocabularyShard,

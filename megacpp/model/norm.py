@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.rms_norm import rms_norm
-from megacpp.model.fp32 import Fp32Contract, wide
+from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Rule
 
 
@@ -60,21 +59,3 @@ class NormOverHeads(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Return the RMS norm of `x` `[..., dim]` over all heads."""
         return self.normalise(x, self.weight, self.eps)
-
-
-class LayerNorm(Fp32Contract):
-    """Norm (x - mean) / deviation * weight + bias over the last dim, in fp32; dtype of `x`."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.dim, self.eps = dim, eps
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.bias = nn.Parameter(torch.empty(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the layer norm of `x` `[..., dim]` in its dtype, computed in at least fp32."""
-        return F.layer_norm(wide(x), (self.dim,), self.weight, self.bias, self.eps).to(x.dtype)
-
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rules of weight (ones) and bias (zeros)."""
-        return {"weight": Constant(1.0), "bias": Constant(0.0)}

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from megacpp.blocks.attention.gqa import CoreAttention, LatentKeys
+from megacpp.blocks.attention.gqa import CoreAttention
+from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.attention.sparse import SparseCore
 from megacpp.kernels.attention.parts import Scores
 from megacpp.model.documents import Documents
@@ -81,7 +82,7 @@ class GatheredAttention(ContextCore):
         k_BtKH: Tensor,
         v_BtKV: Tensor,
         docs: Documents,
-        latents: LatentKeys | None = None,
+        latents: MultiHeadLatentAttention | None = None,
     ) -> Tensor:
         """Return the output `[B, t, N, V]` of this rank's queries over the keys of whole rows.
 
@@ -111,7 +112,7 @@ class RingAttention(ContextCore):
         k_BtKH: Tensor,
         v_BtKV: Tensor,
         docs: Documents,
-        latents: LatentKeys | None = None,
+        latents: MultiHeadLatentAttention | None = None,
     ) -> Tensor:
         """Return the output `[B, t, N, V]` of this rank's queries over the keys of whole rows.
 
@@ -150,7 +151,7 @@ class AttentionByHeads(ContextCore):
         k_BtKH: Tensor,
         v_BtKV: Tensor,
         docs: Documents,
-        latents: LatentKeys | None = None,
+        latents: MultiHeadLatentAttention | None = None,
     ) -> Tensor:
         """Return the output `[B, t, N, V]`, computed for whole rows of some heads.
 

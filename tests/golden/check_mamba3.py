@@ -14,8 +14,9 @@ from megacpp.blocks.mamba3.descriptor import MAMBA3
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels, set_kernels
+from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
-from megacpp.kernels.mamba3.reference import mamba3_chunked, mamba3_sequential, scan_documents
+from megacpp.kernels.mamba3.reference import mamba3_sequential, scan_documents
 from megacpp.model.documents import Documents
 from megacpp.model.upstream import from_upstream, to_upstream
 from tests.golden.harness import GoldenFile

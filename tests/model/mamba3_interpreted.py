@@ -32,9 +32,9 @@ from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels, set_kernels
 from megacpp.kernels.mamba3 import library as mamba3_library
+from megacpp.kernels.mamba3.chunks import mamba3_chunked, mamba3_scan
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.mamba3.library import _imported, siso_kernel
-from megacpp.kernels.mamba3.reference import mamba3_chunked, mamba3_scan
 from megacpp.model.documents import Documents
 from parallel.simulate.library_stand_ins import mimo, siso
 from tests.golden.check_mamba3 import run_scan

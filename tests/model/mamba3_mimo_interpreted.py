@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from megacpp.blocks.mamba3.config import Mamba3Config
+from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.mamba3.library import _imported, mamba3_library
-from megacpp.kernels.mamba3.reference import mamba3_chunked
 from megacpp.model.documents import Documents
 from tests.golden.check_mamba3 import run_scan
 from tests.model.mamba3_cases import random_scan, scan_leaves

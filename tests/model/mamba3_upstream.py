@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, ScanInputs
-from megacpp.kernels.mamba3.reference import mamba3_chunked
 from megacpp.model.documents import Documents
 
 States = tuple[Tensor, Tensor, Tensor, Tensor]

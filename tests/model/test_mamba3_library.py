@@ -25,6 +25,7 @@ from megacpp.kernels import chosen as run_kernels
 from megacpp.kernels.host import Host
 from megacpp.kernels.mamba3 import library
 from megacpp.kernels.mamba3.carried import final_state
+from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.mamba3.library import (
     PackedLayout,
@@ -35,7 +36,7 @@ from megacpp.kernels.mamba3.library import (
     siso_scan,
     siso_tuners,
 )
-from megacpp.kernels.mamba3.reference import mamba3_chunked, mamba3_sequential
+from megacpp.kernels.mamba3.reference import mamba3_sequential
 from megacpp.kernels.mamba3.segments import fold, summarize
 from megacpp.model.documents import Documents
 from tests.model import mamba3_upstream

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megacpp.blocks.attention import sparse
-from megacpp.blocks.attention.indexer import Indexer
-from megacpp.blocks.attention.rope import rotary_table, rotate, rotate_halves
+from megacpp.blocks.attention.indexer import Indexer, rotate_halves
+from megacpp.blocks.attention.rope import rotary_table, rotate
 from megacpp.blocks.attention.sparse import SparseAttention
 from megacpp.config.presets import PRESETS
 from megacpp.kernels.attention.causal import document_mask

@@ -6,7 +6,7 @@ V value head dim.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,26 +26,8 @@ from megacpp.model.norm import NormOverHeads, RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute, recomputing
 from megacpp.model.token_cache import TokenCache
 
-
-class LatentKeys(Protocol):
-    """Mixer that keeps latents of a token, and makes keys and values of them."""
-
-    @property
-    def expansion(self) -> Tensor:
-        """Weight `[X, C]` of the expansion, with as many rows for each head."""
-        ...
-
-    def expand_kv(
-        self, c_BSC: Tensor, k_pe_BSR: Tensor, w_XC: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values, by `w_XC` in place of the weight."""
-        ...
-
-    def keys_values(
-        self, c_BSC: Tensor, k_pe_BSR: Tensor, heads: slice | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values of all heads or of some, as a recompute region."""
-        ...
+if TYPE_CHECKING:
+    from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 
 
 class CoreAttention(nn.Module):
@@ -71,7 +53,7 @@ class CoreAttention(nn.Module):
         k_BTKH: Tensor,
         v_BTKV: Tensor,
         docs: Documents,
-        latents: LatentKeys | None = None,
+        latents: MultiHeadLatentAttention | None = None,
     ) -> Tensor:
         """Output `[B, T, N, V]`; query head n reads key/value head n // (N / K).
 

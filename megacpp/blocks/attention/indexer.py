@@ -13,20 +13,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.blocks.attention.config import AttentionConfig
-from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate_halves
+from megacpp.blocks.attention.rope import rotary_table, rotary_table_at
 from megacpp.blocks.experts.router import WideLinear
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.sparse_attention.indexer import choose_keys
 from megacpp.kernels.sparse_attention.indexer_loss import Target, indexer_loss
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import Fp32Contract
+from megacpp.model.fp32 import Fp32Contract, wide
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
-from megacpp.model.norm import LayerNorm
 from megacpp.model.recompute import recomputing
 from megacpp.model.token_cache import TokenCache
 
@@ -145,3 +145,29 @@ class IndexHeadWeights(Fp32Contract):
 def index_rope_dim(config: AttentionConfig) -> int:
     """Return the dims of an indexer head that rotate: as in MLA, or all for grouped queries."""
     return config.qk_rope_head_dim if config.kind == "mla" else config.sparse.head_dim
+
+
+class LayerNorm(Fp32Contract):
+    """Norm (x - mean) / deviation * weight + bias over the last dim, in fp32; dtype of `x`."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.bias = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer norm of `x` `[..., dim]` in its dtype, computed in at least fp32."""
+        return F.layer_norm(wide(x), (self.dim,), self.weight, self.bias, self.eps).to(x.dtype)
+
+    def init_rules(self) -> dict[str, Rule]:
+        """Return the rules of weight (ones) and bias (zeros)."""
+        return {"weight": Constant(1.0), "bias": Constant(0.0)}
+
+
+def rotate_halves(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + P) by their angles; else as `rotate` of rope.py."""
+    a_BTNP, b_BTNP = wide(x_BTNH).chunk(2, dim=-1)
+    cos_BT1P, sin_BT1P = table_BTP2[:, :, None].unbind(-1)
+    turned = (a_BTNP * cos_BT1P - b_BTNP * sin_BT1P, a_BTNP * sin_BT1P + b_BTNP * cos_BT1P)
+    return torch.cat(turned, dim=-1).to(x_BTNH.dtype)

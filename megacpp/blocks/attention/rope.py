@@ -103,14 +103,6 @@ def rotate_pairs(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:
     return torch.stack(turned, dim=-1).flatten(-2).to(x_BTNH.dtype)
 
 
-def rotate_halves(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + P) instead, as the indexer of DSA does; else as `rotate`."""
-    a_BTNP, b_BTNP = wide(x_BTNH).chunk(2, dim=-1)
-    cos_BT1P, sin_BT1P = table_BTP2[:, :, None].unbind(-1)
-    turned = (a_BTNP * cos_BT1P - b_BTNP * sin_BT1P, a_BTNP * sin_BT1P + b_BTNP * cos_BT1P)
-    return torch.cat(turned, dim=-1).to(x_BTNH.dtype)
-
-
 def _table(positions_BT: Tensor, dim: int, config: AttentionConfig, dtype: torch.dtype) -> Tensor:
     frequency_P = inverse_frequencies(dim, config, positions_BT.device)
     angle_BTP = positions_BT[..., None] * frequency_P

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.blocks.attention.config import SparseAttentionConfig
-from megacpp.blocks.attention.gqa import CoreAttention, GroupedQueryAttention, LatentKeys
+from megacpp.blocks.attention.gqa import CoreAttention, GroupedQueryAttention
 from megacpp.blocks.attention.indexer import Index, Indexer
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.attention.rope import rotary_table
@@ -59,7 +59,7 @@ class SparseCore(CoreAttention):
         k_BTKH: Tensor,
         v_BTKV: Tensor,
         docs: Documents,
-        latents: LatentKeys | None = None,
+        latents: MultiHeadLatentAttention | None = None,
         indexer: Indexer | None = None,
         index: Index | None = None,
     ) -> Tensor:

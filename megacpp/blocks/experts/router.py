@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from megacpp.blocks.experts.choices import columns, first_null_score, null_copies, slots
 from megacpp.blocks.experts.loads import BatchLoad, DocumentLoad
 from megacpp.config.schema import ModelConfig
+from megacpp.kernels.autograd import needs_input_grad_now
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Constant, Rule

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
+from megacpp.kernels.mamba3.chunks import mamba3_scan
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
-from megacpp.kernels.mamba3.reference import mamba3_scan
 from megacpp.kernels.mamba3.segments import SegmentSummary, fold, summarize
 from megacpp.model.documents import Documents
 from megacpp.model.recompute import PLAIN, Recompute

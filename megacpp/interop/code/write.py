@@ -29,10 +29,7 @@ from __future__ import annotations
 NEVER = (
     "megacpp.kernels.attention.flex",
     "megacpp.kernels.attention.varlen",
-    *(
-        f"megacpp.kernels.experts.fp8:{name}"
-        for name in ("_on_hardware", "_outer_on_hardware", "rounded", "_rounded_by_group")
-    ),
+    "megacpp.kernels.experts.fp8",
     "megacpp.blocks.experts.fused_router",
     "megacpp.kernels.experts.triton",
     "megacpp.kernels.experts.triton_router",

@@ -6,8 +6,6 @@ K; query head n reads key/value head n // (N / K)), H query/key head dim, V valu
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -195,11 +193,11 @@ def _sdpa(
     """Run torch's fused attention: memory linear in T wherever a fused kernel takes the shapes."""
     value_dim = v_BSKV.shape[-1]
     if q_BTNH.device.type == "cpu" and value_dim != q_BTNH.shape[-1]:
-        # The fused CPU kernel wants one head dim. Zero columns change no score and no value.
-        # Against the unfused fallback: 2 to 3 times faster (T 512) and no [T, T] tensor.
+        from megacpp.kernels.attention.padded import pad_to_one_dim, padded_attention
+
         if not torch.compiler.is_compiling() and q_BTNH.numel() and k_BSKH.numel():
-            return _PaddedAttention.apply(q_BTNH, k_BSKH, v_BSKV, mask, scale, causal)  # type: ignore[return-value]
-        q_BTNH, k_BSKH, v_BSKV = _pad_to_one_dim(q_BTNH, k_BSKH, v_BSKV)
+            return padded_attention(q_BTNH, k_BSKH, v_BSKV, mask, scale, causal)
+        q_BTNH, k_BSKH, v_BSKV = pad_to_one_dim(q_BTNH, k_BSKH, v_BSKV)
     if mask is not None and q_BTNH.is_cuda and q_BTNH.shape[2] != k_BSKH.shape[2]:
         # The CUDA kernel that takes a mask (memory-efficient) takes no grouped heads.
         group = q_BTNH.shape[2] // k_BSKH.shape[2]
@@ -214,58 +212,3 @@ def _sdpa(
         enable_gqa=q_BTNH.shape[2] != k_BSKH.shape[2],
     )
     return o_BNTV.transpose(1, 2)[..., :value_dim]
-
-
-class _PaddedAttention(torch.autograd.Function):
-    """Fused CPU kernel for two head dims, which saves nothing of its zero columns.
-
-    Autograd would save the padded tensors, and the output padded and unpadded.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool
-    ) -> Tensor:
-        o_BNTX, lse_BTN = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_padded_heads_first(q, k, v), is_causal=causal, attn_mask=mask, scale=scale
-        )
-        o_BTNV = o_BNTX.transpose(1, 2)[..., : v.shape[-1]].contiguous()
-        ctx.save_for_backward(q, k, v, o_BTNV, lse_BTN, mask)
-        ctx.settings = (scale, causal)
-        return o_BTNV
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do_BTNV: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o_BTNV, lse_BTN, mask = ctx.saved_tensors
-        scale, causal = ctx.settings
-        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *_padded_heads_first(do_BTNV, q, k, v, o_BTNV),
-            lse_BTN,
-            0.0,
-            causal,
-            attn_mask=mask,
-            scale=scale,
-        )
-        of_qkv = (
-            g.transpose(1, 2)[..., : x.shape[-1]] for g, x in zip(gradients, (q, k, v), strict=True)
-        )
-        return *of_qkv, None, None, None
-
-
-def _padded_heads_first(*tensors: Tensor) -> list[Tensor]:
-    """Return each padded by zeros to the largest head dim, for the kernel: `[B, N, T, X]`."""
-    widest = max(x.shape[-1] for x in tensors)
-    missing = [widest - x.shape[-1] for x in tensors]
-    wide = [F.pad(x, (0, n)) if n else x for x, n in zip(tensors, missing, strict=True)]
-    return [x.transpose(1, 2) for x in wide]
-
-
-def _pad_to_one_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad query, key and value with zero columns to the larger of the two head dims."""
-    wider = q.shape[-1] - v.shape[-1]
-    if wider > 0:
-        return q, k, F.pad(v, (0, wider))
-    if wider < 0:
-        return F.pad(q, (0, -wider)), F.pad(k, (0, -wider)), v
-    return q, k, v

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from megacpp.kernels.autocast import autocast_dtype
+from megacpp.kernels.autograd import autocast_dtype
 from megacpp.model.documents import Documents
 
 BLOCK = 128  # tokens of a block, of queries and of keys: flex's default

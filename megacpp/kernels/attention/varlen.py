@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.autocast import autocast_dtype
+from megacpp.kernels.autograd import autocast_dtype
 from megacpp.model.documents import Documents
 
 # From 2.12 torch has an argument for grouped heads; 2.11 takes them without one: the kernel is the

@@ -55,7 +55,7 @@ class Fp8Products:
 
 
 def rows_times(
-    x_SD: Tensor, weights_EDF: Sequence[Tensor], counts_E: Counts, fp8: Fp8Products | None
+    x_SD: Tensor, weights_EDF: Sequence[Tensor], counts_E: Counts, fp8: Fp8Products
 ) -> list[Tensor]:
     """Return `[S, F]` for each weight: each row times the matrix of its expert; no gradient.
 
@@ -63,10 +63,8 @@ def rows_times(
         x_SD: rows in expert order.
         weights_EDF: matrices of the experts.
         counts_E: slots of each expert; None: equally many.
-        fp8: settings; None: in the dtype of the operands.
+        fp8: settings.
     """
-    if fp8 is None:
-        return [products(x_SD, w_EDF, counts_E) for w_EDF in weights_EDF]
     if not fp8.emulated:
         return _on_hardware(x_SD, weights_EDF, counts_E)
     x_SD = rounded(x_SD, 1)
@@ -74,7 +72,7 @@ def rows_times(
 
 
 def outer_sums(
-    left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts: int, fp8: Fp8Products | None
+    left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts: int, fp8: Fp8Products
 ) -> Tensor:
     """Return of each expert the sum over its slots of left times right, `[E, F, D]`; no gradient.
 
@@ -83,10 +81,8 @@ def outer_sums(
         right_SD: rows in expert order.
         counts_E: slots of each expert; None: equally many.
         experts: E.
-        fp8: settings; None: in the dtype of the operands.
+        fp8: settings, not of `wide_gradients`.
     """
-    if fp8 is None or fp8.wide_gradients:
-        return outer_products(left_SF, right_SD, counts_E, experts)
     if not fp8.emulated:
         return _outer_on_hardware(left_SF, right_SD, counts_E, experts)
     left_SF, right_SD = (_rounded_by_group(x, counts_E, experts) for x in (left_SF, right_SD))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.autocast import autocast_dtype
+from megacpp.kernels.autograd import autocast_dtype
 from megacpp.kernels.experts.sizes import CPU_ROWS, GPU_ROWS
 from megacpp.model.transfer import listed
 

@@ -15,19 +15,21 @@ an expert, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.experts.fp8 import Fp8Products, outer_sums, rows_times
-from megacpp.kernels.experts.grouped_mm import autocast
+from megacpp.kernels.autograd import needs_input_grad_now
+from megacpp.kernels.experts.grouped_mm import Counts, autocast, outer_products, products
 from megacpp.kernels.experts.rows import Groups, rows_of_slots, sum_of_slots
 from megacpp.kernels.experts.sizes import block_rows
-from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.model.fp32 import wide
+
+if TYPE_CHECKING:
+    from megacpp.kernels.experts.fp8 import Fp8Products
 
 
 def into_experts(
@@ -68,7 +70,7 @@ class _Into(torch.autograd.Function):
         ctx.save_for_backward(x_RD, *weights)
         ctx.groups, ctx.fp8 = groups, fp8
         rows_SD = rows_of_slots(x_RD, groups, x_RD.dtype)
-        return tuple(rows_times(rows_SD, [w_EID.mT for w_EID in weights], groups.counts_E, fp8))
+        return tuple(_rows_times(rows_SD, [w_EID.mT for w_EID in weights], groups.counts_E, fp8))
 
     @staticmethod
     @once_differentiable
@@ -81,12 +83,12 @@ class _Into(torch.autograd.Function):
             rows_SD = rows_of_slots(x_RD, groups, x_RD.dtype)
             for i, grad_SI in enumerate(grads):
                 if wants_w[i]:
-                    found[1 + i] = outer_sums(grad_SI, rows_SD, counts_E, len(weights[i]), fp8)
+                    found[1 + i] = _outer_sums(grad_SI, rows_SD, counts_E, len(weights[i]), fp8)
             del rows_SD
         if wants_x:
-            (grad_SD,) = rows_times(grads[0], [weights[0]], counts_E, fp8)
+            (grad_SD,) = _rows_times(grads[0], [weights[0]], counts_E, fp8)
             for grad_SI, w_EID in zip(grads[1:], weights[1:], strict=True):
-                grad_SD += rows_times(grad_SI, [w_EID], counts_E, fp8)[0]
+                grad_SD += _rows_times(grad_SI, [w_EID], counts_E, fp8)[0]
             found[0] = sum_of_slots(grad_SD, groups, dtype=x_RD.dtype)
         return *found, None, None
 
@@ -101,7 +103,7 @@ class _OutOf(torch.autograd.Function):
         ctx.num_hidden, ctx.counts, ctx.backend = num_hidden, groups.counts_E, groups.backend
         ctx.fp8 = fp8
         h_SI = _weighed(_Units.unpack(units, num_hidden), groups.backend)
-        return rows_times(h_SI, [w2_EDI.mT], groups.counts_E, fp8)[0]
+        return _rows_times(h_SI, [w2_EDI.mT], groups.counts_E, fp8)[0]
 
     @staticmethod
     @once_differentiable
@@ -112,12 +114,12 @@ class _OutOf(torch.autograd.Function):
         h_SI, grad_w2 = None, None
         grad_units: list[Tensor | None] = [None] * len(tensors)
         if any(wants_units):
-            (grad_SI,) = rows_times(grad_SD, [w2_EDI], counts_E, ctx.fp8)
+            (grad_SI,) = _rows_times(grad_SD, [w2_EDI], counts_E, ctx.fp8)
             grad_units[:], h_SI = _backward(units, grad_SI, wants_w2, ctx.backend)
             del grad_SI
         if wants_w2:
             h_SI = _weighed(units, ctx.backend) if h_SI is None else h_SI
-            grad_w2 = outer_sums(grad_SD, h_SI, counts_E, len(w2_EDI), ctx.fp8)
+            grad_w2 = _outer_sums(grad_SD, h_SI, counts_E, len(w2_EDI), ctx.fp8)
         return grad_w2, *grad_units, None, None, None
 
 
@@ -197,3 +199,25 @@ def _round(act: Tensor, weight: Tensor | None, out: Tensor) -> None:
         out.copy_(act)
     else:
         torch.mul(act, weight, out=out)
+
+
+def _rows_times(
+    x_SD: Tensor, weights_EDF: Sequence[Tensor], counts_E: Counts, fp8: Fp8Products | None
+) -> list[Tensor]:
+    """Return `[S, F]` for each weight: each row times the matrix of its expert; no gradient."""
+    if fp8 is None:
+        return [products(x_SD, w_EDF, counts_E) for w_EDF in weights_EDF]
+    from megacpp.kernels.experts.fp8 import rows_times
+
+    return rows_times(x_SD, weights_EDF, counts_E, fp8)
+
+
+def _outer_sums(
+    left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts: int, fp8: Fp8Products | None
+) -> Tensor:
+    """Return of each expert the sum over its slots of left times right, `[E, F, D]`."""
+    if fp8 is None or fp8.wide_gradients:
+        return outer_products(left_SF, right_SD, counts_E, experts)
+    from megacpp.kernels.experts.fp8 import outer_sums
+
+    return outer_sums(left_SF, right_SD, counts_E, experts, fp8)

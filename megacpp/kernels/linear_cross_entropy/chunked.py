@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megacpp.kernels.autocast import autocast_dtype
+from megacpp.kernels.autograd import autocast_dtype
+from megacpp.model.fp32 import wide
 
 IGNORED = -100
 FEWEST_ROWS = 128  # below, the products of a chunk are too thin to run at full speed
@@ -42,7 +43,7 @@ class VocabularyShard:
     Attributes:
         first: number of the first word here.
         merge: statistics of a chunk of tokens over these words to those over all words; one
-            exchange of `[3, n]` numbers with the other processes (parallel/tensor.py).
+            exchange of `[3, n]` numbers with the other processes (parallel/styles.py).
     """
 
     first: int
@@ -339,8 +340,3 @@ def accumulate(dw_VD: Tensor, g_nV: Tensor, x_nD: Tensor, first: bool) -> None:
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def wide(t: Tensor) -> Tensor:
-    """Return a tensor of any shape in at least fp32."""
-    return t.to(_wide_dtype(t.dtype))

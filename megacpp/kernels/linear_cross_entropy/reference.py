@@ -17,8 +17,8 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     exponentiate,
     join_chunks,
     soft_cap,
-    wide,
 )
+from megacpp.model.fp32 import wide
 
 
 def linear_cross_entropy_plain(

@@ -44,6 +44,47 @@ from megacpp.model.recompute import PLAIN, Recompute
 NOTHING = 1e-35  # a weight below it counts as this much, and its logarithm stays finite
 
 
+def mamba3_scan(
+    inputs: ScanInputs,
+    weights: HeadWeights,
+    docs: Documents,
+    pairing: Pairing,
+    chunk_size: int,
+    initial: Mamba3State | None = None,
+    *,
+    recompute: Recompute = PLAIN,
+    backend: str = "torch",
+    with_state: bool = False,
+) -> tuple[Tensor, Mamba3State | None]:
+    """Return `mamba3_chunked`, or the same by another backend of `mamba3`.
+
+    The state after each row is None where finding it is work of its own, unless `with_state`.
+
+    Args:
+        inputs: of every token.
+        weights: of the heads.
+        docs: documents.
+        pairing: of the rotated dims.
+        chunk_size: tokens of a chunk.
+        initial: state in front of each row; None: zeros.
+        recompute: runs the recompute regions of `torch`.
+        backend: of `mamba3` (megacpp/kernels/selection.py).
+        with_state: return the state after each row.
+    """
+    if backend == "reference":
+        from megacpp.kernels.mamba3.reference import mamba3_sequential
+
+        return mamba3_sequential(inputs, weights, docs, pairing, initial)
+    if backend in ("mamba_ssm", "tilelang"):
+        from megacpp.kernels.mamba3.library import mamba3_library
+
+        return mamba3_library(
+            inputs, weights, docs, pairing, chunk_size, initial, with_state=with_state
+        )
+    assert backend == "torch", backend
+    return mamba3_chunked(inputs, weights, docs, pairing, chunk_size, initial, recompute=recompute)
+
+
 def mamba3_chunked(
     inputs: ScanInputs,
     weights: HeadWeights,

@@ -1,4 +1,4 @@
-"""Mamba-3 scan (arXiv 2603.15569): one token, token by token, and in chunks.
+"""Mamba-3 scan (arXiv 2603.15569): one token, token by token, and document by document.
 
 Per head, with lambda = sigmoid(trap), alpha = exp(adt), angle the running sum of pi tanh(a) dt:
 
@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
     Mamba3State,
@@ -31,19 +30,8 @@ from megacpp.kernels.mamba3.inputs import (
     from_halves,
     to_halves,
 )
-from megacpp.kernels.mamba3.library import mamba3_library
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
-from megacpp.model.recompute import PLAIN, Recompute
-
-__all__ = [
-    "Scan",
-    "mamba3_chunked",
-    "mamba3_scan",
-    "mamba3_sequential",
-    "mamba3_step",
-    "scan_documents",
-]
 
 Scan = Callable[[ScanInputs, Documents, Mamba3State | None], tuple[Tensor, Mamba3State]]
 
@@ -105,43 +93,6 @@ def mamba3_sequential(
         y_B1HP, state = mamba3_step(token, weights, state, pairing)
         ys_B1HP.append(y_B1HP)
     return torch.cat(ys_B1HP, 1), state
-
-
-def mamba3_scan(
-    inputs: ScanInputs,
-    weights: HeadWeights,
-    docs: Documents,
-    pairing: Pairing,
-    chunk_size: int,
-    initial: Mamba3State | None = None,
-    *,
-    recompute: Recompute = PLAIN,
-    backend: str = "torch",
-    with_state: bool = False,
-) -> tuple[Tensor, Mamba3State | None]:
-    """Return `mamba3_chunked`, or the same by another backend of `mamba3`.
-
-    The state after each row is None where finding it is work of its own, unless `with_state`.
-
-    Args:
-        inputs: of every token.
-        weights: of the heads.
-        docs: documents.
-        pairing: of the rotated dims.
-        chunk_size: tokens of a chunk.
-        initial: state in front of each row; None: zeros.
-        recompute: runs the recompute regions of `torch`.
-        backend: of `mamba3` (megacpp/kernels/selection.py).
-        with_state: return the state after each row.
-    """
-    if backend == "reference":
-        return mamba3_sequential(inputs, weights, docs, pairing, initial)
-    if backend in ("mamba_ssm", "tilelang"):
-        return mamba3_library(
-            inputs, weights, docs, pairing, chunk_size, initial, with_state=with_state
-        )
-    assert backend == "torch", backend
-    return mamba3_chunked(inputs, weights, docs, pairing, chunk_size, initial, recompute=recompute)
 
 
 def scan_documents(
