@@ -216,3 +216,7 @@ def _help() -> list[str]:
         "",
         *exit_code_lines(),
     ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -29,8 +29,8 @@ from megacpp.data.compressors import xz_bits_per_byte
 from megacpp.data.conversations import SIMPLE, first_question
 from megacpp.data.document_store import DocumentStore
 from megacpp.data.encoding import COUNTS, Encoder, EncodingJob
+from megacpp.data.fill_store import read_documents
 from megacpp.data.held_out import choose_held_out, sample_prompt
-from megacpp.data.reading import read_documents
 from megacpp.data.shard_writer import SplitWriter
 from megacpp.data.shards import (
     FORMAT_VERSION,

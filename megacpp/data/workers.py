@@ -2,7 +2,8 @@
 
 A worker is a new Python that imports this module alone, so neither threads nor CUDA of this process
 are in its way, and a script that prepares a corpus needs no guard. It ends when its pipe closes,
-also if this process is killed.
+also if this process is killed. concurrent.futures does neither: its processes import the caller's
+script, and hand a job's results back all at once.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract
 
 TERMS = ("balance", "sequence", "z", "indexer", "top", "mtp")
@@ -85,16 +84,3 @@ class AttachLoss(torch.autograd.Function):
         """Return the gradients of x, loss and scale."""
         (scale,) = ctx.saved_tensors
         return grads[0], scale.to(ctx.loss_dtype), None
-
-
-def document_lengths(docs: Documents) -> tuple[Tensor, Tensor]:
-    """Return number and length of the document of every token of the flat batch, `[T]` each."""
-    return docs.memo("document_lengths", lambda: _document_lengths(docs))
-
-
-def _document_lengths(docs: Documents) -> tuple[Tensor, Tensor]:
-    starts_BT = docs.starts_BT
-    starts_BT[:, 0] = True  # a row that is a slice may begin inside a document
-    document_T = starts_BT.flatten().cumsum(0) - 1
-    length_T = torch.zeros_like(document_T).scatter_(0, document_T, 1, reduce="add")
-    return document_T, length_T.index_select(0, document_T)

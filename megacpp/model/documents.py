@@ -103,6 +103,11 @@ class Documents:
             return self.boundaries
         return self.memo("cu_seqlens", self._cu_seqlens)
 
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Number and length of the document of every token of the flat batch, `[B * T]` each."""
+        return self.memo("lengths", self._lengths)
+
     def memo(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Return `make()`, run once per batch and key: masks and angles that every layer shares."""
         memo: dict[Hashable, object] = vars(self)["_memo"]
@@ -188,6 +193,13 @@ class Documents:
         assert values_BT is not None, "documents that know no tokens (Documents.with_tokens)"
         found_BT = beside(values_BT, row.ids_BT, by, fill)
         return found_BT if self.index_T is None else found_BT[:, self.index_T]
+
+    def _lengths(self) -> tuple[Tensor, Tensor]:
+        starts_BT = self.starts_BT
+        starts_BT[:, 0] = True  # a row that is a slice may begin inside a document
+        document_T = starts_BT.flatten().cumsum(0) - 1
+        length_T = torch.zeros_like(document_T).scatter_(0, document_T, 1, reduce="add")
+        return document_T, length_T.index_select(0, document_T)
 
     def _cu_seqlens(self) -> Tensor:
         (B, T), device = self.ids_BT.shape, self.ids_BT.device

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from megacpp.blocks.experts.router import Router
-from megacpp.model.auxiliary import document_lengths
 from megacpp.model.documents import Documents
 from parallel.collectives import all_sum_plain, gather_plain
 
@@ -122,7 +121,7 @@ def _document_slots(docs: Documents, group: dist.ProcessGroup) -> _DocumentSlots
     row, index_t = docs.row, docs.index_T
     assert row is not None and index_t is not None, "documents of a part know the whole rows"
     B, T = row.ids_BT.shape
-    document_BT, length_BT = (x.view(B, T) for x in document_lengths(row))
+    document_BT, length_BT = (x.view(B, T) for x in row.lengths)
     index_n = gather_plain(index_t, 0, group)
     document_n = document_BT[:, index_n].view(B, group.size(), -1).transpose(0, 1).flatten()
     document_t = document_BT[:, index_t].flatten()

@@ -18,7 +18,7 @@ import pytest
 
 from megacpp.cli.data import PrepareArgs
 from megacpp.cli.data import prepare as prepare_command
-from megacpp.data import prepare, reading
+from megacpp.data import fill_store, prepare
 from megacpp.data.encoding import Encoder, EncodingJob
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.tokenizer import CorpusTokenizer
@@ -32,8 +32,8 @@ TALKS = [{"prompt": f"What is {n} plus {n}?", "completion": f"It is {n + n}."} f
 @pytest.fixture(autouse=True)
 def small_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Note what was read, and encode, in pieces that a small corpus has several of."""
-    monkeypatch.setattr(reading, "NOTE_BYTES", 3000)
-    monkeypatch.setattr(reading, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(fill_store, "NOTE_BYTES", 3000)
+    monkeypatch.setattr(fill_store, "BATCH_BYTES", 1000)
     monkeypatch.setattr(prepare, "BATCH_BYTES", 1000)
 
 

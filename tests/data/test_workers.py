@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megacpp.data import prepare, reading, workers
+from megacpp.data import fill_store, prepare, workers
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.workers import as_they_come, in_order, worker_count
 from megacpp.errors import DataError
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "BATCH_BYTES", 2000)
+    monkeypatch.setattr(fill_store, "BATCH_BYTES", 2000)
     monkeypatch.setattr(prepare, "BATCH_BYTES", 1000)
 
 

@@ -27,7 +27,6 @@ from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.experts import fp8 as fp8_products
-from megacpp.model.auxiliary import document_lengths
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
 from megacpp.model.recompute import PLAIN
@@ -62,7 +61,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Documents]:
     generator = torch.Generator().manual_seed(0)
     x_BTD = torch.randn(B, T // B, D, generator=generator, dtype=torch.float64)
     docs = Documents.from_ids(torch.tensor([[0] * 30 + [1] * 40, [0] * 70]))
-    document_lengths(docs)  # made once per batch, for all layers
+    _ = docs.lengths  # made once per batch, for all layers
     return x_BTD.to(dtype).requires_grad_(), docs
 
 

@@ -18,7 +18,6 @@ from megacpp.kernels.experts.triton_router import (
     document_counts,
     weigh,
 )
-from megacpp.model.auxiliary import document_lengths
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.recompute import recomputing
 
@@ -58,7 +57,7 @@ def _losses(router: Router, plain_TK: Tensor, docs: Documents) -> RouterLosses:
     if moe.balance_loss:
         load_E = router.recompute.keep(router.batch_load, plain_TK, dtype)
     if moe.sequence_loss and type(router.document_load) is DocumentLoad:
-        document_T, length_T = document_lengths(docs)
+        document_T, length_T = docs.lengths
         load_XE = document_counts(plain_TK, document_T, moe.num_experts)
     elif moe.sequence_loss:
         load_XE = router.document_load(plain_TK, docs, dtype)

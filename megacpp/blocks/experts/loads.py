@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megacpp.model.auxiliary import document_lengths
 from megacpp.model.documents import Documents
 
 
@@ -50,7 +49,7 @@ def document_load(
         num_experts: E.
         dtype: of the result.
     """
-    document_T, length_T = document_lengths(docs)
+    document_T, length_T = docs.lengths
     place_TK = torch.add(chosen_TK, document_T[:, None], alpha=num_experts)
     counts = torch.zeros(len(chosen_TK) * num_experts, dtype=dtype, device=chosen_TK.device)
     counts.scatter_(0, place_TK.flatten(), 1.0, reduce="add")
