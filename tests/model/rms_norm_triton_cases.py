@@ -13,20 +13,15 @@ from torch import Tensor
 
 from megacpp.kernels import triton_rms_norm
 from megacpp.kernels.rms_norm import rms_norm, rms_norm_reference
+from tests.model.triton_interpreter import mend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+if INTERPRETED:
+    mend()
 EPS = 1e-5
 # More rows than programs take at once, a width that no block divides, and one row.
 SHAPES = [(3, 70, 24), (2, 1100), (5, 4100), (300, 3), (7,), (0, 8)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if INTERPRETED:
-        from tests.model.triton_interpreter import mend
-
-        mend()
 
 
 @pytest.fixture(autouse=True)

@@ -22,9 +22,12 @@ from megacpp.kernels.backend import PLAIN_KERNELS
 from megacpp.kernels.experts import triton_router
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
+from tests.model.triton_interpreter import mend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+if INTERPRETED:
+    mend()
 MOE = MoEConfig(num_experts=12, top_k=3, route_scale=2.5)
 LOSSES = replace(MOE, balance_loss=0.7, sequence_loss=0.3, z_loss=0.02)
 CASES = {
@@ -40,14 +43,6 @@ CASES = {
     "many": replace(LOSSES, num_experts=160, top_k=8, route_scale=1.0),
 }
 SHAPE, D = (2, 19), 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    if INTERPRETED:
-        from tests.model.triton_interpreter import mend
-
-        mend()
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.model.in_child import run_cases
+from tests.model.machine_code import compiled
 
 CASES = "tests/model/expert_rows_triton_cases.py"
 
@@ -21,10 +22,7 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize(("experts", "top_k"), [(16, 4), (256, 8)])
 def test_compiles_without_a_gpu(experts: int, top_k: int, capability: int) -> None:
     """To machine code of each kind of GPU that keeps everything in registers."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from megacpp.kernels.experts import triton_rows as kernels
 
     shape = kernels._shape(experts) | {"K": top_k, "MULTIPLE": 16, "OWNED": True, "SOME": True}
@@ -32,10 +30,7 @@ def test_compiles_without_a_gpu(experts: int, top_k: int, capability: int) -> No
     kinds |= dict.fromkeys(("copies", "each", "programs", "all_slots", "rows"), "i32")
     for kernel in (kernels._count_kernel, kernels._place_kernel, kernels._weigh_kernel):
         fixed = shape | ({"BLOCK": 256} if kernel is kernels._weigh_kernel else {})
-        fixed = {name: fixed[name] for name in kernel.arg_names if name in fixed}
-        of = {n: "constexpr" if n in fixed else kinds.get(n, "*i64") for n in kernel.arg_names}
-        target = GPUTarget("cuda", capability, 32)
-        made = triton.compile(ASTSource(kernel, of, fixed), target=target, options=kernels.OPTIONS)
+        made = compiled(kernel, kinds, fixed, capability, kernels.OPTIONS, other="*i64")
         assert made.asm["cubin"] and made.metadata.shared < 49152
         assert not re.search(r"\b(STL|LDL)\b", made.asm["sass"]), kernel.__name__
 

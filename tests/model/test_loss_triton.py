@@ -7,6 +7,7 @@ import torch
 
 from megacpp.kernels.linear_cross_entropy.chunked import linear_cross_entropy
 from tests.model.in_child import run_cases
+from tests.model.machine_code import compiled
 
 CASES = "tests/model/triton_loss_cases.py"
 
@@ -21,23 +22,18 @@ def test_in_the_interpreter() -> None:
 def test_compiles_without_a_gpu(softcap: float, capability: int) -> None:
     """bf16 logits to machine code of each kind of GPU; a vocabulary that no block divides."""
     triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from megacpp.kernels.linear_cross_entropy import triton as kernels
 
-    constants = {"V": 65537, "CAP": softcap, "WIDE": triton.language.float32, "BLOCK": 4096}
+    fixed = {"V": 65537, "CAP": softcap, "WIDE": triton.language.float32, "BLOCK": 4096}
+    fixed |= {"Z_LOSS": 1e-4, "IGNORE": -100, "WEIGHTED": True}
     numbers = {"logits_ptr": "*bf16", "target_ptr": "*i64", "first": "i32"}
     tokens = {"max_ptr": "*fp32", "sumexp_ptr": "*fp32", "weight_ptr": "*fp32"}
-    more = {"Z_LOSS": 1e-4, "IGNORE": -100, "WEIGHTED": True}
     cases = (
-        (kernels._statistics_kernel, numbers | {"out_ptr": "*fp32", "n": "i32"}, constants),
-        (kernels._gradient_kernel, numbers | tokens, constants | more),
+        (kernels._statistics_kernel, numbers | {"out_ptr": "*fp32", "n": "i32"}),
+        (kernels._gradient_kernel, numbers | tokens),
     )
-    for kernel, kinds, fixed in cases:
-        kinds = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
-        target, options = GPUTarget("cuda", capability, 32), {"num_warps": kernels.NUM_WARPS}
-        made = triton.compile(ASTSource(kernel, kinds, fixed), target=target, options=options)
+    for kernel, kinds in cases:
+        made = compiled(kernel, kinds, fixed, capability, {"num_warps": kernels.NUM_WARPS})
         assert made.asm["cubin"] and made.metadata.shared < 1024
 
 

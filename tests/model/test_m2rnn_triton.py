@@ -23,6 +23,7 @@ from megacpp.kernels.m2rnn.reference import m2rnn_chunked
 from megacpp.kernels.m2rnn.support import m2rnn_triton
 from megacpp.kernels.selection import choose
 from megacpp.model.documents import Documents
+from tests.model import machine_code
 from tests.model.in_child import run_cases
 from tests.model.test_flops import in_place_baddbmm
 
@@ -95,9 +96,6 @@ def test_keeps_and_counts_what_the_torch_form_does(keep_states: bool, packed: bo
 def compiled(K: int, V: int, capability: int) -> list[tuple[str, str]]:
     """Each kernel's name and its machine code in words."""
     triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from megacpp.kernels.m2rnn import triton_kernels as kernels
     from megacpp.kernels.m2rnn.triton_launch import ROWS, padded
 
@@ -107,17 +105,12 @@ def compiled(K: int, V: int, capability: int) -> list[tuple[str, str]]:
         "INITIAL": False, "FRONTS": True, "FINAL": False, "KEEP": False,
         "AGAIN": True, "DINITIAL": False, "DFINAL": False, "CLIP": 1,
     }  # fmt: skip
-    cases = [(kernels.run_kernel, flags), (kernels.backward_kernel, flags)]
     found = []
-    for kernel, constants in cases:
+    for kernel in (kernels.run_kernel, kernels.backward_kernel):
         kinds = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
         kinds |= {name: "*bf16" for name in narrow if name in kinds}
         kinds |= {"starts_ptr": "*i1", "index_ptr": "*i64", "bound": "fp32"}
-        constants = {name: constants[name] for name in kernel.arg_names if name in constants}
-        kinds = {n: kinds[n] for n in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
-        options = {"num_warps": 1}
-        target = GPUTarget("cuda", capability, 32)
-        made = triton.compile(ASTSource(kernel, kinds, constants), target=target, options=options)
+        made = machine_code.compiled(kernel, kinds, flags, capability, {"num_warps": 1})
         tool = triton.knobs.nvidia.nvdisasm.path
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(made.asm["cubin"])

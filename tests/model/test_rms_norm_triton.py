@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.model.in_child import run_cases
+from tests.model.machine_code import compiled
 
 CASES = "tests/model/rms_norm_triton_cases.py"
 
@@ -19,21 +20,15 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("width", [64, 3584])
 def test_compiles_without_a_gpu(width: int, capability: int) -> None:
     """bf16 rows, weights in fp32, to machine code of each kind of GPU."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from megacpp.kernels import triton_rms_norm as kernels
 
-    fixed = kernels._shape(torch.empty(1, width))
-    options, target = {"num_warps": fixed.pop("num_warps")}, GPUTarget("cuda", capability, 32)
+    fixed = kernels._shape(torch.empty(1, width)) | {"DX": True, "DW": True}
+    options = {"num_warps": fixed.pop("num_warps")}
     wide = {name: "*fp32" for name in ("weight", "rstd", "part")} | {"eps": "fp32"}
     kinds = wide | {name: "*bf16" for name in ("x", "y", "dy", "dx")}
     for kernel in (kernels._forward_kernel, kernels._backward_kernel):
-        constants = fixed | {"DX": True, "DW": True}
-        constants = {name: constants[name] for name in kernel.arg_names if name in constants}
-        of = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
-        made = triton.compile(ASTSource(kernel, of, constants), target=target, options=options)
+        made = compiled(kernel, kinds, fixed, capability, options, other="i32")
         assert made.asm["cubin"] and made.metadata.shared < 32768
 
 

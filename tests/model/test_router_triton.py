@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.model.in_child import run_cases
+from tests.model.machine_code import compiled
 
 CASES = "tests/model/router_triton_cases.py"
 FLAGS = ("BIASED", "PLAIN", "LOSSES", "BATCH", "DOCUMENTS", "INDIRECT", "Z", "SUMMED")
@@ -25,9 +26,6 @@ def test_in_the_interpreter() -> None:
 def test_compiles_without_a_gpu(score: str, experts: int, top_k: int, capability: int) -> None:
     """With all losses, to machine code of each kind of GPU that keeps everything in registers."""
     triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from megacpp.kernels.experts import triton_router as router
     from megacpp.kernels.experts import triton_router_kernels as kernels
 
@@ -45,10 +43,7 @@ def test_compiles_without_a_gpu(score: str, experts: int, top_k: int, capability
         kernels.add_up_kernel,
     ):
         fixed = values | ({"BLOCK": 512} if kernel is kernels.add_up_kernel else {})
-        fixed = {name: fixed[name] for name in kernel.arg_names if name in fixed}
-        of = {n: "constexpr" if n in fixed else kinds.get(n, "*fp32") for n in kernel.arg_names}
-        target = GPUTarget("cuda", capability, 32)
-        made = triton.compile(ASTSource(kernel, of, fixed), target=target, options=router.OPTIONS)
+        made = compiled(kernel, kinds, fixed, capability, router.OPTIONS, other="*fp32")
         assert made.asm["cubin"] and made.metadata.shared < 32768
         assert not re.search(r"\b(STL|LDL)\b", made.asm["sass"]), kernel.__name__
 
