@@ -26,7 +26,8 @@ from bench import parser_of
 from megacpp.config.presets import tiny
 from megacpp.kernels.linear_cross_entropy.chunked import linear_cross_entropy
 from megacpp.kernels.linear_cross_entropy.reference import linear_cross_entropy_plain
-from megacpp.kernels.m2rnn.reference import m2rnn_chunked, m2rnn_sequential
+from megacpp.kernels.m2rnn.backends import m2rnn_chunked
+from megacpp.kernels.m2rnn.reference import m2rnn_sequential
 from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Pairing, ScanInputs
 from megacpp.kernels.mamba3.reference import mamba3_sequential

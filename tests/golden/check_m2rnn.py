@@ -14,7 +14,9 @@ from megacpp.blocks.m2rnn.descriptor import M2RNN_KIND
 from megacpp.blocks.m2rnn.module import M2RNN
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels, set_kernels
-from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_chunked, m2rnn_sequential
+from megacpp.kernels.m2rnn.backends import m2rnn_chunked
+from megacpp.kernels.m2rnn.chunks import StateClip
+from megacpp.kernels.m2rnn.reference import m2rnn_sequential
 from megacpp.model.documents import Documents
 from megacpp.model.upstream import from_upstream, to_upstream
 from tests.golden.harness import GoldenFile

@@ -31,7 +31,7 @@ from torch import Tensor
 from megacpp.blocks.attention.gqa import CoreAttention
 from megacpp.kernels.gated_delta_rule import library as delta_library
 from megacpp.kernels.gated_delta_rule.chunks import gated_delta_rule
-from megacpp.kernels.m2rnn.reference import m2rnn_chunked
+from megacpp.kernels.m2rnn.backends import m2rnn_chunked
 from megacpp.kernels.mamba3 import library as mamba3_library
 from megacpp.kernels.mamba3.chunks import mamba3_scan
 from megacpp.kernels.selection import OPERATIONS

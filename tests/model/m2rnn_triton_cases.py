@@ -21,12 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp.kernels.m2rnn import triton_launch
-from megacpp.kernels.m2rnn.reference import (
-    StateClip,
-    m2rnn_carried,
-    m2rnn_chunked,
-    m2rnn_sequential,
-)
+from megacpp.kernels.m2rnn.backends import m2rnn_carried, m2rnn_chunked
+from megacpp.kernels.m2rnn.chunks import StateClip
+from megacpp.kernels.m2rnn.reference import m2rnn_sequential
 from megacpp.kernels.m2rnn.triton_kernels import tanh
 from megacpp.model.documents import Documents
 from tests.golden import check_m2rnn

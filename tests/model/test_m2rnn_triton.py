@@ -19,7 +19,7 @@ from megacpp.config.presets import tiny
 from megacpp.config.schema import Config, KernelsConfig
 from megacpp.errors import ConfigError
 from megacpp.kernels.host import Host
-from megacpp.kernels.m2rnn.reference import m2rnn_chunked
+from megacpp.kernels.m2rnn.backends import m2rnn_chunked
 from megacpp.kernels.m2rnn.support import m2rnn_triton
 from megacpp.kernels.selection import choose
 from megacpp.model.documents import Documents

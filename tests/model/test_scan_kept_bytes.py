@@ -25,7 +25,8 @@ from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.m2rnn import chunks as m2rnn_chunks
-from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_chunked
+from megacpp.kernels.m2rnn.backends import m2rnn_chunked
+from megacpp.kernels.m2rnn.chunks import StateClip
 from megacpp.kernels.mamba3 import chunks as mamba3_chunks
 from megacpp.model.documents import Documents
 from megacpp.model.regions import Region

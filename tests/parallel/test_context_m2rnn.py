@@ -18,7 +18,9 @@ from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.m2rnn.module import M2RNN
 from megacpp.blocks.m2rnn.scan import M2RNNScan
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_carried, m2rnn_sequential
+from megacpp.kernels.m2rnn.backends import m2rnn_carried
+from megacpp.kernels.m2rnn.chunks import StateClip
+from megacpp.kernels.m2rnn.reference import m2rnn_sequential
 from megacpp.lessons.context import (
     ORDERS,
     ROWS,

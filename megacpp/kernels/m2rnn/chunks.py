@@ -347,3 +347,21 @@ def no_autocast(x: Tensor) -> AbstractContextManager[object]:
     kind = x.device.type
     known = torch.amp.is_autocast_available(kind)
     return torch.autocast(kind, enabled=False) if known else nullcontext()
+
+
+def heads_and_dtype(
+    q_BTNK: Tensor, k_BTNK: Tensor, v_BTNV: Tensor, f_BTN: Tensor, w_NVV: Tensor
+) -> tuple[int, torch.dtype]:
+    """Return N and the dtype of states: fp64 if any input is, else fp32.
+
+    Args:
+        q_BTNK: queries.
+        k_BTNK: keys.
+        v_BTNV: values.
+        f_BTN: forget values.
+        w_NVV: state weight.
+    """
+    counts = [q_BTNK.shape[2], k_BTNK.shape[2], v_BTNV.shape[2], f_BTN.shape[2], len(w_NVV)]
+    assert all(max(counts) % count == 0 for count in counts), f"heads must divide: {counts}"
+    dtypes = [x.dtype for x in (q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)]
+    return max(counts), torch.float64 if torch.float64 in dtypes else torch.float32
