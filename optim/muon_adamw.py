@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacpp.dtensor import is_dtensor
-from megacpp.errors import CheckpointError
 from optim.adamw import StateKind, adamw_update, new_state
 from optim.compressed import LowRankUpdate, apply_low_rank_updates, redraw, resume
-from optim.low_bit import plain, write
 from optim.muon import MuonStep, Width, momentum_dtype, wire_dtype
 from optim.muon_plan import Matrix, MuonPlan
 from optim.ownership import MatrixView
+from optim.saved_state import SavedState
 
 MUON: dict[str, Any] = {
     "lr": 2e-2,
@@ -37,7 +36,7 @@ ADAMW: dict[str, Any] = {
 }
 
 
-class MuonAdamW(torch.optim.Optimizer):
+class MuonAdamW(SavedState):
     """Muon and AdamW by parameter group, on plain parameters and on DTensors of any mesh.
 
     A group has `algorithm="muon"` or `"adamw"`; settings that are missing come from `MUON` or
@@ -175,80 +174,15 @@ class MuonAdamW(torch.optim.Optimizer):
         momenta = [self.state[m.parameter]["momentum"] for m in plan.matrices]
         return plan.transient_bytes(momenta)
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Return all state as `<parameter>.<entry>`, to save, or to fill for `load_state_tensors`.
-
-        The names are independent of the order of parameters, of groups and of the mesh. 8- and
-        4-bit moments are unpacked copies in host memory; all others are the live tensors.
-        """
-        return {name: plain(value) for name, value in self._entries().items()}
-
-    @torch.no_grad()
-    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Load state with the names and shapes of `state_tensors`, sharded like the live state.
-
-        Raises:
-            CheckpointError: an entry is missing, unknown or of another shape; the error names it.
-        """
-        own = self._entries()
-        for wrong, what in ((own.keys() - state, "missing"), (state.keys() - own, "unknown")):
-            if wrong:
-                raise CheckpointError(
-                    f"optimizer state {min(wrong)!r} is {what} ({len(wrong)} such). "
-                    "Fix: resume with the model, optim.name and recompute.compress it was saved "
-                    "with."
-                )
-        for name, value in state.items():
-            _write(name, own[name], value)
-        self._resume_folds()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's standard form; 8- and 4-bit moments are unpacked as in `state_tensors`."""
-        found = super().state_dict()
-        state = {
-            key: {entry: plain(value) for entry, value in entries.items()}
-            for key, entries in found["state"].items()
-        }
-        return {**found, "state": state}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch's standard form into the live tensors, which keep their dtype and device.
-
-        Raises:
-            CheckpointError: an entry is missing, unknown or of another shape.
-        """
-        handle = self.register_load_state_dict_pre_hook(_take_state)  # after other hooks
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-        self._resume_folds()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        kept = self.__dict__.get("state", {})
-        super().__setstate__(state)
-        for parameter, entries in kept.items():
-            self.state.setdefault(parameter, entries)
+    def resumed(self) -> None:
+        """Restore the projections from the step counts of loaded state."""
+        for latent, of_it in self._folds.items():
+            resume(of_it, self.state[latent], self._redraw_every)
 
     def _of(self, algorithm: str) -> list[tuple[int, dict[str, Any]]]:
         """Return the non-empty groups of an algorithm with their numbers."""
         groups = enumerate(self.param_groups)
         return [(i, g) for i, g in groups if g["algorithm"] == algorithm and g["params"]]
-
-    def _entries(self) -> dict[str, Tensor]:
-        """Return all state in its stored form, by the names of `state_tensors`."""
-        return {
-            f"{name}.{key}": value
-            for group in self.param_groups
-            for name, p in zip(group["param_names"], group["params"], strict=True)
-            for key, value in self.state[p].items()
-        }
-
-    def _resume_folds(self) -> None:
-        """Restore the projections from the step counts of loaded state."""
-        for latent, of_it in self._folds.items():
-            resume(of_it, self.state[latent], self._redraw_every)
 
     def _link_steps(self) -> None:
         """Make step counters elements of one tensor per group: one operation increments all."""
@@ -258,38 +192,3 @@ class MuonAdamW(torch.optim.Optimizer):
                 self._steps[number] = torch.stack([state["step"] for state in states])
                 for state, step in zip(states, self._steps[number].unbind(), strict=True):
                     state["step"] = step
-
-
-def _take_state(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-    """Copy the state of a `state_dict` into the optimizer's; return the rest for torch to load.
-
-    torch would copy the state itself, in the parameters' dtype and on their device (pytorch#43706).
-    """
-    saved = [key for group in given["param_groups"] for key in group["params"]]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if len(saved) != len(params):
-        return given  # torch raises the error
-    both = zip(saved, params, strict=True)
-    entries = [(key, optimizer.state[p], given["state"].get(key, {})) for key, p in both]
-    for key, own, new in entries:
-        if own.keys() != new.keys():
-            raise CheckpointError(
-                f"optimizer state of parameter {key} has {sorted(new)}, not {sorted(own)}. "
-                "Fix: load what state_dict() returned, for a model with the same groups."
-            )
-    for key, own, new in entries:
-        for entry, value in new.items():
-            _write(f"{key}.{entry}", own[entry], value)
-    return {**given, "state": {}}
-
-
-def _write(name: str, own: Tensor, value: Tensor) -> None:
-    """Copy one entry of state into the live tensor of the same shape and sharding."""
-    if value is own:
-        return
-    if value.shape != own.shape:
-        raise CheckpointError(
-            f"optimizer state {name!r} has shape {tuple(value.shape)}, not {tuple(own.shape)}. "
-            "Fix: resume with the model it was saved with."
-        )
-    write(own, value)

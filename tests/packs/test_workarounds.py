@@ -297,7 +297,7 @@ WORKAROUNDS = [
     Workaround("megacpp/model/hybrid.py", "pytorch/torchtitan#2252", leaving_meta_unties),
     Workaround("megacpp/model/hybrid.py", NONE, an_embedding_on_meta_imports_dynamo),
     Workaround("optim/adamw.py", "pytorch#147653", fused_adamw_wants_one_dtype),
-    Workaround("optim/muon_adamw.py", "pytorch#43706", loading_casts_moments),
+    Workaround("optim/saved_state.py", "pytorch#43706", loading_casts_moments),
     Workaround("optim/low_bit.py", NONE, packed_moments_change_when_packed_again),
     Workaround("checkpointing/compile.py", "pytorch#177355", graphs_are_counted_by_code),
     Workaround("checkpointing/compile.py", NONE, dynamo_stays_after_an_error),
