@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import random
 import re
 import shutil
 import xml.etree.ElementTree as ET
@@ -19,17 +17,6 @@ from megacpp.cli.main import main
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import tiny
 from megacpp.memory.snapshot import Snapshot, as_text, file_name
-from megacpp.report.charts import (
-    POINTS,
-    Bar,
-    ChartLine,
-    bars,
-    lines,
-    nice_ticks,
-    smoothed,
-    stacked,
-    thinned,
-)
 from megacpp.report.compare import comparison, differences
 from megacpp.report.data import gather
 from megacpp.report.page import page
@@ -316,59 +303,6 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["report", str(folder), "--out", str(tmp_path / "no/such/x.html")]) == 2
 
 
-DAMAGE = [
-    ("launch.json", lambda text: text[: len(text) // 2], r"launch\.json line \d+: "),
-    ("launch.json", lambda text: "[]", r"launch\.json line 1: is not an object"),
-    ("launch.json", lambda text: '{"mesh": 3}', r"launch\.json line 1: mesh is not an object"),
-    ("launch.json", lambda text: '{"first_step": "0"}', r"line 1: first_step is '0'"),
-    ("metrics.jsonl", lambda text: "garbage\n" + text, r"metrics\.jsonl line 1: is not JSON"),
-    ("metrics.jsonl", lambda text: text + "\n[1]\n", r"metrics\.jsonl line 31: is not JSON"),
-    ("metrics.jsonl", lambda text: '{"loss": 1.0}\n', r"line 1: is not an object with a step"),
-    ("metrics.jsonl", lambda text: '{"step": 0, "loss": "low"}\n', r'line 1: loss is "low"'),
-    ("metrics.jsonl", lambda text: '{"step": 0, "tokens": 1.5}\n', "line 1: tokens is 1.5"),
-    ("metrics.jsonl", lambda text: '{"step": true}\n', "line 1: step is true"),
-    ("metrics.jsonl", lambda text: '{"step": -1}\n', "line 1: step is -1"),
-    ("metrics.jsonl", lambda text: '{"step": 0, "lr_groups": {"a": "b"}}\n', "lr_groups is"),
-    ("metrics.jsonl", lambda text: "\udcff\n", "metrics.jsonl line 1: is not text"),
-    ("evaluations.jsonl", lambda text: '{"step": 1, "loss": []}\n', r"evaluations\.jsonl line 1"),
-    ("memory/summary.json", lambda text: "{", r"summary\.json line 1"),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "said"), DAMAGE, ids=[f"{name}-{n}" for n, (name, *_) in enumerate(DAMAGE)]
-)
-def test_a_damaged_record_is_named_with_its_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], name: str, change: Any, said: str
-) -> None:
-    path = folder / name
-    text = path.read_text() if path.exists() else ""
-    path.write_bytes(change(text).encode(errors="surrogateescape"))
-    assert main(["report", str(folder)]) == 3
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: run=") and err.count("\n") == 1
-    assert re.search(said, err) and "Fix: " in err
-    assert not (folder / "report.html").exists()
-
-
-def test_a_record_of_another_shape_is_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = folder / "launch.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"attempts": 7}))
-    assert main(["report", str(folder)]) == 3
-    assert "records don't fit together (TypeError" in capsys.readouterr().err
-
-
-def test_a_damaged_configuration_of_a_sampled_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "checkpoints/step-000001").mkdir(parents=True)
-    (tmp_path / "config.json").write_text("{\n")
-    assert main(["sample", str(tmp_path), "--checkpoint", "1"]) == 3
-    assert f"error: run={tmp_path}: config.json line 2: " in capsys.readouterr().err
-
-
 def test_what_was_not_measured_is_not_zero(folder: Path) -> None:
     path = folder / "launch.json"
     launch = json.loads(path.read_text())
@@ -421,32 +355,3 @@ def test_several_runs_side_by_side(
     assert main(["report", str(folder), str(other), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["differences"] == {"optim.lr": [0.003, 0.5]}
     assert main(["report", str(folder), str(tmp_path / "gone")]) == 2
-
-
-def test_a_smoothed_line_starts_with_its_first_point_and_lags() -> None:
-    assert smoothed([(0, 5.0), (1, 5.0)]) == [(0, 5.0), (1, 5.0)]
-    found = smoothed([(0, 0.0), (1, 90.0)])
-    assert found[0] == (0, 0.0) and found[1][1] == pytest.approx(90 * 0.2 / 0.36, abs=0.05)
-
-
-def test_ticks_are_round_and_span_what_is_asked() -> None:
-    assert nice_ticks(0, 1, 5) == [0, 0.2, 0.4, 0.6, 0.8, 1]
-    rng = random.Random(0)
-    for _ in range(500):
-        low = rng.uniform(-1, 1) * 10 ** rng.uniform(-6, 9)
-        high = low + 10 ** rng.uniform(-3, 6) * max(1e-3, abs(low))
-        inside, around = nice_ticks(low, high, 5), nice_ticks(low, high, 5, outside=True)
-        slack = 1e-6 * (high - low)
-        assert all(low - slack <= t <= high + slack for t in inside) and 2 <= len(inside) <= 6
-        assert around[0] <= low + slack and around[-1] >= high - slack and len(around) <= 8
-    assert len(nice_ticks(3, 3, 5)) > 1
-
-
-def test_drawings_of_little_or_nothing() -> None:
-    assert lines([ChartLine("", [])], str) == "" and bars([Bar("a", [])], str) == ""
-    assert stacked([("a", 0.0, "")]) == ""
-    holes = [(0.0, 1.0), (1.0, math.nan), (2.0, math.inf), (3.0, 1.0)]
-    assert len(svgs(lines([ChartLine("", holes)], str))) == 1
-    many = [(float(n), 1.0) for n in range(10_000)]
-    assert len(thinned(many)) <= POINTS and {y for _, y in thinned(many)} == {1.0}
-    assert thinned(many[:5]) == many[:5]
