@@ -147,13 +147,7 @@ def cautious_adamw(
     zero, so that it opposes no update (Chen et al., 2510.12402, algorithm 1: the sign is that of
     the update, not of the gradient). Temporary memory: two lists of the weights' size.
 
-    Args:
-        group: settings, as in `adamw_update`.
-        weights: any shape; updated.
-        grads: gradients of the weights' shapes.
-        exp_avgs: first moments; updated.
-        exp_avg_sqs: second moments; updated.
-        steps: 0-d step counters, incremented already.
+    Args: as `adamw_kernel`.
     """
     (beta1, beta2), lr = group["betas"], group["lr"]
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)

@@ -49,14 +49,7 @@ def flex_attention(
 
     Queries and keys may be different tokens of the same rows, in any order.
 
-    Args:
-        q_BTNH: queries.
-        k_BSKH: keys.
-        v_BSKV: values.
-        queries: documents of the queries.
-        keys: documents of the keys.
-        scale: factor of q . k.
-        softcap: cap of the scaled scores; None: none.
+    Args: as `attention_between` (causal.py).
     """
     q, k, v = (x.to(autocast_dtype(x) or x.dtype).transpose(1, 2) for x in (q_BTNH, k_BSKH, v_BSKV))
     o_BNTV = fused()(

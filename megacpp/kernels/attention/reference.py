@@ -25,13 +25,7 @@ def attention_reference(
     the tokens s from the start of t's document, or of its window, to t. Nothing is masked: keys of
     other documents are never read.
 
-    Args:
-        q_BTNH: queries.
-        k_BTKH: keys.
-        v_BTKV: values.
-        docs: documents.
-        scale: factor of q . k.
-        softcap: cap of the scaled scores; None: none.
+    Args: as `causal_attention` (causal.py).
     """
     group = q_BTNH.shape[2] // k_BTKH.shape[2]
     k_BTNH, v_BTNV = (t.repeat_interleave(group, dim=2) for t in (k_BTKH, v_BTKV))

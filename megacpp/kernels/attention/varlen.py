@@ -43,12 +43,7 @@ def varlen_attention(
     for MLA of 192 and 128 the kernel's products grow from 320 to 384 numbers per query and key (1.2
     times), and value and output are saved with 192 numbers a head.
 
-    Args:
-        q_BTNH: queries.
-        k_BTKH: keys.
-        v_BTKV: values.
-        docs: documents.
-        scale: factor of q . k.
+    Args: as `causal_attention` (causal.py).
     """
     # Imports Dynamo, which takes two seconds.
     from torch.nn.attention import SDPBackend, sdpa_kernel, varlen

@@ -260,35 +260,10 @@ def gradient_kernel(
 ):
     """Store the gradient of the logits, and of each program the squared norms of its two parts.
 
-    Args:
-        logits: `[rows, E]`
-        chosen: `[rows, K]`, experts.
+    Args: as `weights_kernel`, and
         grad: `[rows, K]`, gradient of the weights.
         loss_scale: 0-d, gradient of the losses.
-        load: `[E]`, loads of the batch.
-        loads: `[X, E]`, loads of documents.
-        document: `[rows]`, row of `loads` of each token.
-        length: `[rows]`, by which these are divided.
         out: `[rows, E]`
-        parts: `[programs, numbers]`
-        rows: tokens.
-        programs: how many there are.
-        scale: factor on the weights.
-        of_batch: factor of the loss of the batch.
-        of_documents: factor of the loss of documents.
-        of_z: factor of the z-loss.
-        K: experts of a token.
-        KB: power of two that holds K.
-        SIGMOID: scores are sigmoids.
-        PRE: weights are parts of the softmax over all.
-        LOSSES: there are losses.
-        BATCH: there is that of the batch.
-        DOCUMENTS: there is that of documents.
-        INDIRECT: `document` and `length` are read.
-        Z: there is a z-loss.
-        E: experts.
-        ROWS: tokens at a time.
-        BLOCK: power of two that holds E.
     """
     program = tl.program_id(0)
     column, k = tl.arange(0, BLOCK), tl.arange(0, KB)

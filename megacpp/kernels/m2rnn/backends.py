@@ -45,15 +45,7 @@ def m2rnn_chunked(
     chunk again; with `keep_states` states and tanh of every token instead, twice `[T, N, B, K, V]`,
     and nothing is recomputed.
 
-    Args:
-        q_BTNK: queries.
-        k_BTNK: keys.
-        v_BTNV: values.
-        f_BTN: forget values in (0, 1).
-        w_NVV: state weight, applied from the right.
-        docs: the state restarts with each document; None: one document per row.
-        initial_SNKV: the state before each sequence; None: zeros.
-        clip: bound of the state's gradient; None: none.
+    Args: as `m2rnn_sequential` (reference.py), and
         chunk_size: tokens of a chunk.
         final_states: return them; with packed documents their number is read from the device.
         keep_states: save states and tanh of every token.
@@ -100,17 +92,9 @@ def m2rnn_carried(
     the recurrence's dtype. A gradient that arrives for the one that leaves meets the clip as if the
     tokens that it comes from were here, so that parts of a row add up to the row.
 
-    Args:
-        q_BTNK: queries.
-        k_BTNK: keys.
-        v_BTNV: values.
-        f_BTN: forget values in (0, 1).
-        w_NVV: state weight, applied from the right.
+    Args: as `m2rnn_chunked`, and
         docs: documents of the part.
         entering_BNKV: state in front of the part.
-        clip: bound of the state's gradient; None: none.
-        chunk_size: tokens of a chunk.
-        keep_states: save states and tanh of every token.
         backend: `torch` or `triton`.
     """
     num_heads, dtype = heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)

@@ -47,15 +47,7 @@ class TritonChunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """Return outputs `[B, T, N, V]`, and final states if they are wanted.
 
-        Args:
-            ctx: autograd's context.
-            q_BTNK: queries.
-            k_BTNK: keys.
-            v_BTNV: values.
-            f_BTN1: forget values in (0, 1).
-            w_NVV: state weights.
-            initial_SNKV: state in front of each sequence; None: zeros.
-            plan: settings; the dtype is fp32.
+        Args: as `Chunked.forward` (chunks.py); the plan's dtype is fp32.
         """
         assert plan.dtype == torch.float32, f"the kernels compute in fp32, not in {plan.dtype}"
         tensors = q_BTNK, k_BTNK, v_BTNV, f_BTN1, w_NVV, initial_SNKV
