@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels, set_kernels
 from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
-from megacpp.kernels.mamba3.reference import mamba3_sequential, scan_documents
+from megacpp.kernels.mamba3.reference import mamba3_sequential
 from megacpp.model.documents import Documents
 from megacpp.model.upstream import from_upstream, to_upstream
 from tests.golden.harness import GoldenFile
@@ -25,6 +26,7 @@ KNOWN = ("mamba3_*.safetensors",)
 SKIP = ("mamba3_*_cp*.safetensors",)
 
 Form = Callable[..., tuple[Tensor, Mamba3State]]
+Scan = Callable[[ScanInputs, Documents, Mamba3State | None], tuple[Tensor, Mamba3State]]
 
 SCALED = {"MIMO_V": "mimo_x", "MIMO_Z": "mimo_z", "MIMO_Out": "mimo_o", "norm_weight": "norm"}
 STATE = ("angle", "ssm", "k", "v")
@@ -64,6 +66,22 @@ def in_chunks(
 ) -> tuple[Tensor, Mamba3State]:
     chunk = uneven_chunk(inputs.V.shape[1])
     return mamba3_chunked(inputs, weights, docs, pairing, chunk, initial)
+
+
+def scan_documents(
+    scan: Scan, inputs: ScanInputs, docs: Documents, initial: Mamba3State | None = None
+) -> tuple[Tensor, Mamba3State]:
+    """Call a scan once per document, with an initial and a final state of each, in row order."""
+    T, boundaries = docs.ids_BT.shape[1], docs.cu_seqlens.tolist()
+    ys, finals = [], []
+    for i, (start, end) in enumerate(pairwise(boundaries)):
+        row, first = divmod(start, T)
+        part = inputs.part(slice(row, row + 1), slice(first, first + end - start))
+        whole = Documents.rows(1, end - start, docs.ids_BT.device)
+        y, final = scan(part, whole, initial and initial.rows(slice(i, i + 1)))
+        ys.append(y)
+        finals.append(final)
+    return torch.cat(ys, 1).view(inputs.V.shape), Mamba3State.joined(finals, torch.cat)
 
 
 def run_scan(

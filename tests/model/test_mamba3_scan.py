@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
-from megacpp.kernels.mamba3.reference import mamba3_sequential, mamba3_step, scan_documents
+from megacpp.kernels.mamba3.reference import mamba3_sequential, mamba3_step
 from megacpp.model.documents import Documents
+from tests.golden.check_mamba3 import scan_documents
 from tests.model.mamba3_cases import packed, random_scan, scan_leaves
 
 SHAPES = {

@@ -1,4 +1,4 @@
-"""Mamba-3 scan (arXiv 2603.15569): one token, token by token, and document by document.
+"""Mamba-3 scan (arXiv 2603.15569): one token, and token by token.
 
 Per head, with lambda = sigmoid(trap), alpha = exp(adt), angle the running sum of pi tanh(a) dt:
 
@@ -14,8 +14,6 @@ Legend: as megacpp/kernels/mamba3/inputs.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +30,6 @@ from megacpp.kernels.mamba3.inputs import (
 )
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
-
-Scan = Callable[[ScanInputs, Documents, Mamba3State | None], tuple[Tensor, Mamba3State]]
 
 
 def mamba3_step(
@@ -93,31 +89,6 @@ def mamba3_sequential(
         y_B1HP, state = mamba3_step(token, weights, state, pairing)
         ys_B1HP.append(y_B1HP)
     return torch.cat(ys_B1HP, 1), state
-
-
-def scan_documents(
-    scan: Scan, inputs: ScanInputs, docs: Documents, initial: Mamba3State | None = None
-) -> tuple[Tensor, Mamba3State]:
-    """Return a scan with one initial and one final state per document, in row order.
-
-    One call of `scan` per document: for packed prompts whose states are wanted, not for training.
-
-    Args:
-        scan: (inputs, docs, initial) -> outputs and final state.
-        inputs: of every token.
-        docs: documents.
-        initial: state in front of each document; None: zeros.
-    """
-    T, boundaries = docs.ids_BT.shape[1], docs.cu_seqlens.tolist()
-    ys, finals = [], []
-    for i, (start, end) in enumerate(pairwise(boundaries)):
-        row, first = divmod(start, T)
-        part = inputs.part(slice(row, row + 1), slice(first, first + end - start))
-        whole = Documents.rows(1, end - start, docs.ids_BT.device)
-        y, final = scan(part, whole, initial and initial.rows(slice(i, i + 1)))
-        ys.append(y)
-        finals.append(final)
-    return torch.cat(ys, 1).view(inputs.V.shape), Mamba3State.joined(finals, torch.cat)
 
 
 def _per_head(x_B1RGN: Tensor, bias_HRN: Tensor) -> Tensor:
