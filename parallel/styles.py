@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from megacpp.kernels.autograd import wide
 from megacpp.kernels.linear_cross_entropy.chunked import (
     ShardStatistics,
     VocabularyShard,
     merge_statistics,
 )
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import wide
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.lookup import Table
 from megacpp.model.norm import NormOverHeads

@@ -1,4 +1,4 @@
-"""Surroundings of an autograd Function: autocast's dtype, and the gradients that are asked for."""
+"""Dtypes and gradients that an autograd Function has to ask for."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return `x` in fp32, or unchanged when it is fp64 already; any shape."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def needs_input_grad_now(ctx: Any) -> tuple[bool, ...]:

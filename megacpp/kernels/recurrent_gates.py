@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.model.fp32 import wide
+from megacpp.kernels.autograd import wide
 
 
 def gated_ranks(

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.autograd import autocast_dtype, needs_input_grad_now
-from megacpp.model.fp32 import wide
+from megacpp.kernels.autograd import autocast_dtype, needs_input_grad_now, wide
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, backend: str = "torch") -> Tensor:

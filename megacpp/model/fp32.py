@@ -31,11 +31,6 @@ def contract_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield from module.named_parameters(prefix, recurse=False)
 
 
-def wide(x: Tensor) -> Tensor:
-    """Return `x` in fp32, or unchanged when it is fp64 already; any shape."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _at_least_fp32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def keep(t: Tensor) -> Tensor:
         out = fn(t)

@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.attention.causal import document_mask
 from megacpp.kernels.attention.parts import AttentionGradient, RunningAttention, Scores
+from megacpp.kernels.autograd import wide
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import wide
 from megacpp.model.transfer import to_device
 from parallel.context.layout import ContextLayout
 from parallel.context.segments import row_of

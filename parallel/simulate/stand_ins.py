@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megacpp.blocks.experts.rows import ExpertRows
 from megacpp.kernels.attention.softcap import block_starts
+from megacpp.kernels.autograd import wide
 from megacpp.kernels.experts import grouped_mm
 from megacpp.kernels.experts.rows import Groups, group_rows
 from megacpp.kernels.experts.sizes import most_slots
@@ -38,7 +39,6 @@ from megacpp.kernels.sparse_attention.indexer import head_groups, query_blocks
 from megacpp.kernels.sparse_attention.indexer_loss import each_head
 from megacpp.memory.block_trace import DOCUMENT
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import wide
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.recompute import PLAIN, Recompute
 from parallel.expert.even_routing import EvenRouting, Exchanged

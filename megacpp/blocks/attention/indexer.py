@@ -20,11 +20,12 @@ from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.attention.rope import rotary_table, rotary_table_at
 from megacpp.blocks.experts.router import WideLinear
 from megacpp.config.schema import ModelConfig
+from megacpp.kernels.autograd import wide
 from megacpp.kernels.sparse_attention.indexer import choose_keys
 from megacpp.kernels.sparse_attention.indexer_loss import Target, indexer_loss
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import Fp32Contract, wide
+from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
 from megacpp.model.recompute import recomputing

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from megacpp.blocks.gated_deltanet.descriptor import GATED_DELTANET
 from megacpp.blocks.gated_deltanet.scan import NO_WEIGHTS, DeltaInputs, GatedDeltaScan
 from megacpp.config.schema import ModelConfig
+from megacpp.kernels.autograd import wide
 from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.gated_delta_rule.reference import gated_delta_step
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import Fp32Contract, wide
+from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import LogUniform, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm

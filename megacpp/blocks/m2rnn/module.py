@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from megacpp.blocks.m2rnn.descriptor import M2RNN_KIND
 from megacpp.blocks.m2rnn.scan import M2RNNInputs, M2RNNScan, M2RNNWeights
 from megacpp.config.schema import ModelConfig
+from megacpp.kernels.autograd import wide
 from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.m2rnn.chunks import StateClip
 from megacpp.kernels.m2rnn.reference import m2rnn_step
 from megacpp.kernels.recurrent_gates import gated_residual
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import Fp32Contract, wide
+from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Identity, LogUniform, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import NormOverHeads

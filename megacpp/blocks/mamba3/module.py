@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from megacpp.blocks.mamba3.descriptor import MAMBA3
 from megacpp.blocks.mamba3.scan import Mamba3Scan
 from megacpp.config.schema import ModelConfig
+from megacpp.kernels.autograd import wide
 from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.mamba3.reference import mamba3_step
 from megacpp.model.documents import Documents, documents_of
-from megacpp.model.fp32 import Fp32Contract, wide
+from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm

@@ -20,7 +20,7 @@ from megacpp.kernels.attention.softcap import (
     query_blocks,
     rows_times,
 )
-from megacpp.model.fp32 import wide
+from megacpp.kernels.autograd import wide
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megacpp.kernels.autograd import wide
 from megacpp.kernels.gated_delta_rule.chunks import gated_delta_rule
 from megacpp.kernels.m2rnn.chunks import no_autocast
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import wide
 from megacpp.model.scan import RowTensors
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.kernels.autograd import needs_input_grad_now
+from megacpp.kernels.autograd import needs_input_grad_now, wide
 from megacpp.kernels.hyper_connections.sinkhorn import (
     EPS,
     TINY,
@@ -32,7 +32,6 @@ from megacpp.kernels.hyper_connections.sinkhorn import (
     sinkhorn_gradient,
     sinkhorn_reference,
 )
-from megacpp.model.fp32 import wide
 
 CHUNK = 1 << 24  # numbers of all streams that are in fp32 at once
 

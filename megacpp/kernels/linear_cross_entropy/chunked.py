@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megacpp.kernels.autograd import autocast_dtype
-from megacpp.model.fp32 import wide
+from megacpp.kernels.autograd import autocast_dtype, wide
 
 IGNORED = -100
 FEWEST_ROWS = 128  # below, the products of a chunk are too thin to run at full speed
@@ -114,7 +113,9 @@ def chunk_rows(x_ND: Tensor, weight_VD: Tensor, backend: str = "torch") -> int:
     """
     wanted = max(FEWEST_ROWS, -(-x_ND.numel() // len(weight_VD)))
     if x_ND.is_cuda:
-        dtype = x_ND.dtype if backend == "triton" else _wide_dtype(x_ND.dtype)
+        dtype = (
+            x_ND.dtype if backend == "triton" else torch.promote_types(x_ND.dtype, torch.float32)
+        )
         most = max(1, GPU_CHUNK_BYTES // (len(weight_VD) * dtype.itemsize))
         wanted = max(wanted, min(GPU_ROWS, 1 << (most.bit_length() - 1)))
     return min(max(1, len(x_ND)), 1 << (wanted - 1).bit_length())
@@ -216,7 +217,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         want_x, want_weight = (grad and needed for needed in ctx.needs_input_grad[:2])  # type: ignore[attr-defined]
         w_VD = weight_VD.to(x_ND.dtype)
         dx_ND = torch.empty_like(x_ND) if want_x else None
-        dw_VD = torch.empty_like(w_VD, dtype=_wide_dtype(x_ND.dtype)) if want_weight else None
+        dw_VD = (
+            torch.empty_like(w_VD, dtype=torch.promote_types(x_ND.dtype, torch.float32))
+            if want_weight
+            else None
+        )
         chunks = []
         for start in range(0, max(1, len(x_ND)), rows):  # an empty one sets dW where no token is
             part = slice(start, start + rows)
@@ -336,7 +341,3 @@ def accumulate(dw_VD: Tensor, g_nV: Tensor, x_nD: Tensor, first: bool) -> None:
         torch.addmm(dw_VD, g_nV.T, x_nD, beta=beta, out_dtype=dw_VD.dtype, out=dw_VD)
         return
     dw_VD.addmm_(g_nV.to(dw_VD.dtype).T, x_nD.to(dw_VD.dtype), beta=beta)
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp.kernels.autograd import wide
 from megacpp.kernels.linear_cross_entropy.chunked import (
     IGNORED,
     CrossEntropy,
@@ -18,7 +19,6 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     join_chunks,
     soft_cap,
 )
-from megacpp.model.fp32 import wide
 
 
 def linear_cross_entropy_plain(

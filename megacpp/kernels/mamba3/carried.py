@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megacpp.kernels.autograd import wide
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
     Mamba3State,
@@ -31,7 +32,6 @@ from megacpp.kernels.mamba3.inputs import (
 )
 from megacpp.kernels.mamba3.segments import fold, per_head, summarize, turned
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import wide
 
 
 def carried_outputs(

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp.kernels.autograd import wide
 from megacpp.kernels.chunk_carry import carried_sum
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
@@ -38,7 +39,6 @@ from megacpp.kernels.mamba3.ops import (
 from megacpp.kernels.mamba3.product import chunk_scan
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import wide
 from megacpp.model.recompute import PLAIN, Recompute
 
 NOTHING = 1e-35  # a weight below it counts as this much, and its logarithm stays finite

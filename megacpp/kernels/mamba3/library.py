@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp.kernels.autograd import wide
 from megacpp.kernels.mamba3.carried import carried_outputs, final_state
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
@@ -34,7 +35,6 @@ from megacpp.kernels.mamba3.inputs import (
 )
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import wide
 
 Kernel = Callable[..., Any]
 

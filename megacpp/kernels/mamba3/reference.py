@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp.kernels.autograd import wide
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
     Mamba3State,
@@ -29,7 +30,6 @@ from megacpp.kernels.mamba3.inputs import (
     to_halves,
 )
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import wide
 
 
 def mamba3_step(

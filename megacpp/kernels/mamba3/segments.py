@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megacpp.kernels.autograd import wide
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
     Mamba3State,
@@ -35,7 +36,6 @@ from megacpp.kernels.mamba3.inputs import (
     to_halves,
 )
 from megacpp.model.documents import Documents
-from megacpp.model.fp32 import wide
 from megacpp.model.scan import RowTensors
 
 
