@@ -17,13 +17,13 @@ from megacpp.blocks.descriptor import (
     HFTensor,
     Parameter,
 )
-from megacpp.blocks.gated_deltanet.traffic import context_traffic
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.primes import nearest_divisor
 
 if TYPE_CHECKING:
     from megacpp.blocks.gated_deltanet.module import GatedDeltaNet
     from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
+    from megacpp.memory.forms.local_shapes import LocalShapes
     from megacpp.model.regions import Region
 
 
@@ -130,6 +130,23 @@ def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
 def value_heads(model: ModelConfig) -> tuple[str, int]:
     """Name and number of heads exchanged for tokens; a key head goes with its value heads."""
     return "model.gated_deltanet.num_value_heads", model.gated_deltanet.num_value_heads
+
+
+def context_traffic(own: LocalShapes) -> Iterator[tuple[str, int]]:
+    """Exchanges of one layer over `cp` in a forward and a backward, with their bytes."""
+    g = own.config.model.gated_deltanet
+    heads, key_heads = g.num_value_heads // own.tp, g.num_key_heads // own.tp
+    keys, values = 2 * key_heads * g.key_dim, heads * g.value_dim
+    yield "ends of chunks", own.halo_bytes(keys + values, g.conv_kernel)
+    if own.config.mesh.cp_gated_deltanet == "state":
+        numbers = heads * g.key_dim * (g.key_dim + g.value_dim)
+        yield "states", 2 * own.cp * own.chunks * own.rows * numbers * own.wide
+        return
+    divides = key_heads % own.cp == 0
+    yield "heads", 2 * own.tokens * (2 * values + divides * keys) * own.compute
+    yield "heads", 2 * own.tokens * heads * 2 * own.wide
+    if not divides:
+        yield "heads", 2 * own.rows * own.row * keys * own.compute
 
 
 GATED_DELTANET = BlockKind(
