@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,23 +14,15 @@ from megacpp.kernels.mamba3.library import siso_tuners
 from megacpp.kernels.selection import OPERATIONS
 from tests.golden import narrow
 from tests.golden.narrow import Case, cases
+from tests.model.in_child import interpreted
 
-ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, dict[str, float]]:
+def by_triton() -> dict[str, dict[str, float]]:
     """Return the results of each case in one run of Triton's interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.golden.narrow"],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(interpreted("tests.golden.narrow")[-1])
 
 
 @pytest.mark.parametrize(
@@ -44,7 +32,7 @@ def interpreted() -> dict[str, dict[str, float]]:
 def test_golden_data_in_bf16(case: Case, request: pytest.FixtureRequest) -> None:
     if missing := case.missing(CPU):
         pytest.skip(f"not installed: {missing}")
-    off = request.getfixturevalue("interpreted")[case.id] if case.interpreted else case.run(CPU)
+    off = request.getfixturevalue("by_triton")[case.id] if case.interpreted else case.run(CPU)
     assert off and max(off.values()) <= 1, {name: x for name, x in off.items() if not x <= 1}
 
 

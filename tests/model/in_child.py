@@ -21,3 +21,16 @@ def run_cases(cases: str, *flags: str, interpreted: bool) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def interpreted(module: str, *arguments: object) -> list[str]:
+    """Run a module in Triton's interpreter; return the lines that it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | INTERPRETED,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.splitlines()

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megacpp.kernels.experts.rows import Groups, rows_of_slots, sum_of_slots
 from tests.model.expert_backend_cases import CASES, Case, run, worst
+from tests.model.in_child import interpreted
 
-ROOT = Path(__file__).parents[2]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
 
@@ -37,15 +33,7 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_triton_is_torch_in_the_interpreter() -> None:
     """Forward and backward."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.model.expert_backend_cases"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in interpreted("tests.model.expert_backend_cases")]
     assert {(dtype, name) for dtype, name, _ in found} == {
         (str(dtype), case.name) for dtype in LIMITS for case in CASES
     }

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-DATA = ROOT / "tests" / "golden" / "data"
+from tests.model.in_child import interpreted
+
+DATA = Path(__file__).parents[1] / "golden/data"
 FILES = (
     "mamba3_siso_core",
     "mamba3_siso_varlen_state",
@@ -31,17 +29,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """One run of tests/model/mamba3_interpreted.py."""
-    files = [str(DATA / f"{name}.safetensors") for name in FILES]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.model.mamba3_interpreted", *files],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    files = [DATA / f"{name}.safetensors" for name in FILES]
+    return json.loads(interpreted("tests.model.mamba3_interpreted", *files)[-1])
 
 
 def test_outputs_states_and_gradients(found: dict[str, Any]) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-DATA = ROOT / "tests" / "golden" / "data"
+from tests.model.in_child import interpreted
+
+DATA = Path(__file__).parents[1] / "golden/data"
 GOLDEN = tuple(
     f"mamba3_mimo_{name}.safetensors" for name in ("core", "rope1", "varlen", "fusednorm")
 )
@@ -29,19 +27,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """One run of tests/model/mamba3_mimo_interpreted.py."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "tests.model.mamba3_mimo_interpreted"),
-            *(str(DATA / name) for name in GOLDEN),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    files = [DATA / name for name in GOLDEN]
+    return json.loads(interpreted("tests.model.mamba3_mimo_interpreted", *files)[-1])
 
 
 def check(errors: dict[str, float], output: float, gradient: float) -> None:
