@@ -143,6 +143,7 @@ def in_words(found: StepTime) -> dict[str, Any]:
         "not_modelled": NOT_MODELLED,
         "parts_s": found.parts,
         "blocks_s": found.blocks,
+        "launches": found.launches,
     }
 
 
@@ -177,8 +178,15 @@ def lines(config: Config, size: int, machine: GpuSpec, found: StepTime) -> list[
     rows = [["part of the step", "ms", "of the step"]]
     shares = sorted(found.parts.items(), key=lambda part: -part[1])
     rows += [[name, f"{1e3 * time:,.1f}", f"{time / found.step_s:.1%}"] for name, time in shares]
-    kinds = [["forward and backward of", "ms"]]
-    kinds += [[kind, f"{1e3 * time:,.1f}"] for kind, time in found.blocks.items()]
+    kinds = [["forward and backward of", "launches", "ms"]]
+    kinds += [
+        [
+            kind,
+            f"{found.launches[kind]:,}" if found.launches.get(kind) else "-",
+            f"{1e3 * time:,.1f}",
+        ]
+        for kind, time in found.blocks.items()
+    ]
     gpus_ = "GPU" if size == 1 else "GPUs"
     return [
         *wrapped(f"{config.preset} on {size} {gpus_} ({machine.name}), predicted, not measured:"),

@@ -136,6 +136,7 @@ class StepTime:
         blocks: compute by kind of block, in seconds of a step on one rank.
         tokens_per_s: of one GPU; 0: not asked for.
         mfu: model FLOPs a second over the peak of bf16; 0: not asked for.
+        launches: operators that the host sends, by kind of block, for a step on one rank.
     """
 
     step_s: float
@@ -143,6 +144,7 @@ class StepTime:
     blocks: dict[str, float]
     tokens_per_s: float = 0.0
     mfu: float = 0.0
+    launches: dict[str, int] = field(default_factory=dict)
 
 
 class PassTime(NamedTuple):
@@ -216,14 +218,17 @@ def predict(step: StepWork, gpu: GpuSpec, rates: Rates) -> StepTime:
     else:
         parts, mine = _one_stage(step, passes, gpu), range(len(passes))
     blocks: dict[str, float] = defaultdict(float)
+    launches: dict[str, int] = defaultdict(int)
     for number in mine:
-        time = sum(found.total for found in passes[number])
-        blocks[step.blocks[number].kind] += time * step.microbatches
+        block, time = step.blocks[number], sum(found.total for found in passes[number])
+        blocks[block.kind] += time * step.microbatches
+        launches[block.kind] += sum(block.launches) * step.microbatches
     parts["optimizer"] = optimizer_seconds(step, gpu, rates)
     total = sum(parts.values())
     mfu = step.flops / total / (gpu.bf16_tflops * 1e12) if total else 0.0
     parts = {name: time for name, time in parts.items() if time}
-    return StepTime(total, parts, dict(blocks), step.tokens / total if total else 0.0, mfu)
+    speed = step.tokens / total if total else 0.0
+    return StepTime(total, parts, dict(blocks), speed, mfu, dict(launches))
 
 
 def least_seconds(step: StepWork, gpu: GpuSpec, rates: Rates) -> float:

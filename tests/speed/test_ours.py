@@ -158,6 +158,21 @@ def test_the_command_prints_a_budget(capsys: pytest.CaptureFixture[str]) -> None
     assert "error: gpu=H1000: no such GPU is known" in capsys.readouterr().err
 
 
+def test_the_host_takes_launch_us_for_each_launch_of_a_small_block(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The launches of a step fill the time of blocks that are bound by the host."""
+    shown = {}
+    for accum in (1, 2):
+        words = ["--train.grad-accum", str(accum), "--json"]
+        assert main(["speed", "tiny", "--gpu", "H100", *words]) == 0
+        shown[accum] = json.loads(capsys.readouterr().out)["predicted"]
+    launches, ms = shown[1]["launches"], shown[1]["blocks_s"]
+    for kind in "AEMR":
+        assert ms[kind] == pytest.approx(launches[kind] * gpu("H100").launch_us * 1e-6, rel=0.02)
+    assert shown[2]["launches"] == {kind: 2 * count for kind, count in launches.items()}
+
+
 def test_hardware_is_listed_with_sources(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["hardware", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
