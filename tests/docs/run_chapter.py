@@ -44,11 +44,9 @@ def run_chapter(path: Path, update: bool = False) -> int:
     with working_folder():
         for match in FENCE.finditer(text):
             line = text[: match.start()].count("\n") + 2
+            if match[1] != "output" and printed:
+                raise DriftError(f"{path.name}:{line}: the block before printed, but shows nothing")
             if match[1] == "python":
-                if printed:
-                    raise DriftError(
-                        f"{path.name}:{line}: the block before printed, but shows nothing"
-                    )
                 printed = _execute(match[2], names, path, line)
                 continue
             if match[1] == "console":

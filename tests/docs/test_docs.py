@@ -104,8 +104,9 @@ def test_a_command_prints_what_is_shown(tmp_path: Path, command: str, printed: s
     assert chapter.read_text() == f"```console\n$ {command}\n{printed}\n```\n"
 
 
-def test_a_block_that_prints_must_show_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", ["", "```console\n$ megacpp --version\n```\n"])
+def test_a_block_that_prints_must_show_it(tmp_path: Path, after: str) -> None:
     chapter = tmp_path / "00-x.md"
-    chapter.write_text("```python\nprint(1)\n```\n")
+    chapter.write_text(f"```python\nprint(1)\n```\n{after}")
     with pytest.raises(DriftError, match="shows nothing"):
         run_chapter(chapter)
