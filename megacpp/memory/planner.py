@@ -46,7 +46,7 @@ REASONS = {
     "indivisible": "tokens a step that their data ranks don't divide",
     "mesh": "axes that the model doesn't fit",
     "pipeline": "too few microbatches for the pipeline",
-    "dominated": "another one gives a device as much to do with smaller axes",
+    "dominated": "another layout gives each device the same work, split less",
     "memory": "more memory than there is",
     "slower": "slower than those shown, whether they fit or not",
 }
