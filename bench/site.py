@@ -35,6 +35,7 @@ SETTINGS = {
         "font": False,  # no request to another server
         "features": [
             "content.code.copy",
+            "content.tooltips",
             "navigation.footer",
             "navigation.sections",
             "navigation.top",
@@ -61,6 +62,7 @@ SETTINGS = {
         {"toc": {"permalink": True}},
         {"pymdownx.highlight": {"anchor_linenums": True}},
         "pymdownx.superfences",
+        "abbr",
     ],
     "extra_css": ["site.css"],
 }
@@ -69,7 +71,9 @@ STYLE = """\
 .md-grid { max-width: 82rem; }
 .md-typeset pre > code { font-size: .72rem; }
 .md-typeset img { max-width: 100%; height: auto; }
+.md-typeset abbr { border-bottom-color: var(--md-default-fg-color--lightest); }
 """
+TERM = re.compile(r"^\| (\*\*[^|]+) \| ([^|]+) \| [^|]+ \|$", re.M)
 
 
 def sections() -> list[tuple[str, list[tuple[str, str]]]]:
@@ -84,6 +88,13 @@ def navigation() -> list[dict[str, object]]:
     for heading, pages in sections():
         found.append({heading: [{title: place(link)} for title, link in pages]})
     return found
+
+
+def meanings() -> str:
+    """Return the words of docs/notation.md as abbreviations, whose meaning shows at the pointer."""
+    terms = TERM.findall((DOCS / "notation.md").read_text())
+    forms = ((form, means) for names, means in terms for form in names.replace("*", "").split(", "))
+    return "\n" + "\n".join(f"*[{form}]: {means}" for form, means in forms) + "\n"
 
 
 def place(file: str) -> str:
@@ -144,7 +155,8 @@ def write() -> int:
     for page in pages:
         there = out / place(str(page.relative_to(DOCS)))
         there.parent.mkdir(parents=True, exist_ok=True)
-        there.write_text(within(page.read_text(), page, wanted))
+        words = "" if page.name == "notation.md" else meanings()
+        there.write_text(within(page.read_text(), page, wanted) + words)
     for picture in DOCS.rglob("*.svg"):
         there = out / picture.relative_to(DOCS)
         there.parent.mkdir(parents=True, exist_ok=True)

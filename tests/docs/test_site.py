@@ -72,3 +72,9 @@ def test_a_page_of_code_shows_the_file(built: Path) -> None:
     assert (site.ROOT / "parallel/boundary.py").read_text().rstrip() in text
     folder = (built / "docs/code/tests/memory.md").read_text()
     assert "- `tests/memory/test_planner.py`" in folder
+
+
+def test_a_word_of_the_notation_shows_its_meaning(built: Path) -> None:
+    text = (built / "docs/22-memory.md").read_text()
+    assert "\n*[NVLink]: fast link between the GPUs of a machine\n" in text
+    assert "*[microbatches]: " in text and "*[" not in (built / "docs/notation.md").read_text()

@@ -1,0 +1,111 @@
+"""Notation page: its letters are those of the chapters, its words are taught where it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+NOTATION = (DOCS / "notation.md").read_text()
+ROW = re.compile(r"^\| \*\*([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.M)
+LETTER = re.compile(r"^\| ([A-Za-z]) \|.*$", re.M)
+CHAPTER = re.compile(r"\]\((\d\d-[^)#]+\.md)")
+# Chapters in reading order.
+ORDER = re.findall(r"^- \d+ · \[[^\]]+\]\(([^)]+)\)", (DOCS / "README.md").read_text(), re.M)
+
+
+def words() -> dict[str, tuple[list[str], list[str]]]:
+    """Return the forms of each term, and the chapters that teach it in reading order."""
+    found = {}
+    for forms, _, chapters in ROW.findall(NOTATION):
+        names = forms.replace("*", "").split(", ")
+        found[names[0]] = names, sorted(CHAPTER.findall(chapters), key=ORDER.index)
+    return found
+
+
+def prose(chapter: str) -> str:
+    """Return the prose of a chapter: code, figures and flags left out, words in backticks kept."""
+    text = re.sub(r"^```.*?^```$", "", (DOCS / chapter).read_text(), flags=re.M | re.S)
+    return re.sub(r"`([^`]*)`", lambda span: span[1] if span[1].isalnum() else "", text)
+
+
+def uses(forms: list[str]) -> re.Pattern[str]:
+    """Return a pattern of a term's forms; a word without capitals may begin a sentence."""
+    said = [
+        re.escape(form) if form != form.lower() else f"(?i:{re.escape(form)}s?)" for form in forms
+    ]
+    spaced = "|".join(said).replace(r"\ ", r"\s+")
+    return re.compile(rf"(?<![\w.\-])(?:{spaced})(?![\w=])")
+
+
+def early(forms: list[str], taught: str) -> list[str]:
+    """Return the chapters before `taught` that use a term and haven't linked it or the page yet."""
+    found = []
+    for chapter in ORDER[: ORDER.index(taught)]:
+        text = prose(chapter)
+        paragraphs = re.split(r"\n\s*\n", text)
+        for number, paragraph in enumerate(paragraphs):
+            if uses(forms).search(re.sub(r"\]\([^)]*\)", "]", paragraph)):
+                known = "".join(paragraphs[: number + 1])
+                if f"({taught}" not in paragraph and "(notation.md" not in known:
+                    found.append(chapter[:2])
+                break
+    return found
+
+
+def legend(chapter: str) -> set[str]:
+    """Return the letters that a chapter declares."""
+    found = re.search(r"Letters: (.*?)\.\s", (DOCS / chapter).read_text(), re.S)
+    said = re.sub(r"`[^`]*`", "", found[1]) if found else ""
+    return set(re.findall(r"\b[A-Za-z]\b", said)) - {"a", "x"}  # "a rank", "P x N"
+
+
+TERMS = words()
+# Chapters that use a term earlier and link neither it nor the page: may only become fewer.
+EARLY = {
+    "tensor parallelism": "10 16",
+    "context parallelism": "10",
+    "expert parallelism": "19 16",
+    "pipeline parallelism": "10",
+    "overlap": "09",
+    "loss scale": "19",
+    "kernel": "23 04 06 07 25 27 30",
+    "activation": "10 11 12 17 20",
+    "recompute": "14",
+    "checkpoint": "24 19 12 21",
+    "allocator": "24",
+    "bf16": "03 19 16 14 20 21 05 06 08 33",
+    "FP8": "21 40",
+    "MLA": "15",
+    "logits": "19 13 20",
+    "expert": "24 10 16 15 14 20 21 23 40",
+    "router": "24 16 14 17 21 40",
+    "Mamba-3": "12 15",
+    "M2RNN": "13 15 17 20 21",
+}
+
+
+def test_letters_are_those_of_the_chapters() -> None:
+    declared = {(letter, c) for c in ORDER for letter in legend(c)}
+    listed = {(row[1], c) for row in LETTER.finditer(NOTATION) for c in CHAPTER.findall(row[0])}
+    assert len(declared) > 80 and listed == declared
+
+
+def test_there_are_terms() -> None:
+    assert len(TERMS) >= 60
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_term_is_used_where_it_is_taught(term: str) -> None:
+    forms, chapters = TERMS[term]
+    assert chapters
+    for chapter in chapters:
+        assert uses(forms).search(prose(chapter)), chapter
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_term_is_linked_before_it_is_taught(term: str) -> None:
+    forms, chapters = TERMS[term]
+    assert " ".join(early(forms, chapters[0])) == EARLY.get(term, "")
