@@ -10,7 +10,7 @@ from typing import Any
 
 from megacpp.config.schema import Config
 from megacpp.errors import NonFiniteError
-from megacpp.state.published import newest_sound
+from megacpp.state.checkpoint import newest_sound
 
 ROUNDING = 1e-6  # losses this close to each other, relatively, differ by fp32 sums alone
 

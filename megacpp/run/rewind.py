@@ -18,7 +18,7 @@ from megacpp.config.schema import Config
 from megacpp.run.health import Health, budget_spent
 from megacpp.run.metrics import MetricsLog
 from megacpp.state.agreement import share
-from megacpp.state.published import newest_sound
+from megacpp.state.checkpoint import newest_sound
 from megacpp.state.soundness import corrupt_state
 from megacpp.state.training import TrainingState
 
@@ -72,7 +72,7 @@ class Rewinds:
         if not spent and not spiking and not differs:
             return False
         self.state.writer.wait()
-        self._target = share(self._newest(), 0) if left > 0 else None
+        self._target = self._newest() if left > 0 else None
         if differs and self._target is None:
             raise corrupt_state(self.config, self.state.folder, self.state.step, differs)
         if spent and self._target is None:

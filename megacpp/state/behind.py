@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megacpp.dtensor import is_dtensor
 from megacpp.state.agreement import is_distributed
+from megacpp.state.manifest import Seen
 
 if TYPE_CHECKING:
     from megacpp.state.uploads import Uploads
@@ -37,11 +38,13 @@ class SaveThread:
     Attributes:
         stop: request to leave after a step, made by a failed save; None outside of a run.
         uploads: uploads of what is saved; None: there are none, or another rank has them.
+        seen: files of checkpoints that this rank verified in earlier saves.
     """
 
     def __init__(self) -> None:
         self.stop: HasHeard | None = None
         self.uploads: Uploads | None = None
+        self.seen: Seen = {}
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._group: dist.ProcessGroup | None = None

@@ -19,7 +19,7 @@ import statistics
 import time
 import uuid
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from megacpp.state.manifest import (
     DamagedError,
     FileEntry,
     Manifest,
+    Seen,
     file_problems,
     hash_file,
     read_manifest,
@@ -53,11 +54,12 @@ from megacpp.state.published import (
     EXTRA,
     LATEST,
     advice,
+    candidates,
     checked_extra,
-    is_sound,
     latest_text,
     path_of,
     published,
+    read_extra,
     step_of,
 )
 from megacpp.state.rng import rng_state
@@ -78,6 +80,7 @@ def save_checkpoint(
     rng: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
     spare: Collection[Path] = (),
+    seen: Seen | None = None,
 ) -> Path:
     """Save a checkpoint as `folder/step-<step>`; every rank calls it and waits for the last one.
 
@@ -93,6 +96,7 @@ def save_checkpoint(
         rng: generator states of this rank (None: those of now).
         group: all ranks in a process group of their own; None: the default one.
         spare: checkpoints that are not deleted now: something reads them.
+        seen: files that this rank verified in earlier saves (None: none).
 
     Raises:
         CheckpointError: the disk is full or not writable; raised on every rank, older checkpoints
@@ -104,6 +108,7 @@ def save_checkpoint(
     pending = final.with_name(share(f"{final.name}.{uuid.uuid4().hex[:8]}{PENDING}", 0, group))
     what, fix = f"{pending}: cannot be saved", "free disk space or choose another --run.dir"
     rank, _ = this_rank()
+    others: list[Path] = []
     whole = catalogue(tensors, group)
     try:
         with agreed(what, fix, group):
@@ -126,7 +131,15 @@ def save_checkpoint(
                 hashes = {name: entry for files, *_ in everyone for name, entry in files.items()}
                 state = {"extra": extra, "rng": [rng for *_, rng in everyone]}
                 _finish(pending, step, whole, hashes, state)
-                _publish(pending, final, step, keep, keep_every, spare)
+                _publish(pending, final)
+                others = _others(final, step)
+        sound = int(not extra.get("bad_steps"))  # its files were hashed as they were written
+        given = share((others, sound), 0, group)
+        old = _outlived(*given, keep, {} if seen is None else seen, group)
+        with agreed(what, fix, group):
+            for path in old if rank == 0 else []:
+                if path not in spare and (not keep_every or step_of(path) % keep_every):
+                    remove_folder(path)
     except CheckpointError:
         if rank == 0:
             shutil.rmtree(pending, ignore_errors=True)
@@ -185,18 +198,40 @@ def damage(path: Path) -> str:
     return next((found[0] for found in gather(_problems(path, *this_rank())) if found), "")
 
 
+def is_sound(path: Path, group: dist.ProcessGroup | None = None, seen: Seen | None = None) -> bool:
+    """Return whether every file has its hash and no bad steps led here; every rank calls it.
+
+    Args:
+        path: folder of the checkpoint.
+        group: all ranks in a process group of their own; None: the default one.
+        seen: files that this rank verified before and that are read again only once they have
+            changed; None: all are read.
+    """
+    try:
+        bad = read_extra(path).get("bad_steps") or _problems(path, *this_rank(), seen)
+    except (CheckpointError, OSError):
+        bad = True
+    return not any(gather(bool(bad), group))
+
+
+def newest_sound(folder: Path, usable: Callable[[int], bool] = lambda step: True) -> Path | None:
+    """Return the newest sound checkpoint whose step is usable, or None; every rank calls it."""
+    found = [path for path in share(candidates(folder), 0) if usable(step_of(path))]
+    return next(filter(is_sound, found), None)
+
+
 def verify(path: Path) -> list[str]:
     """Read a whole checkpoint and return its problems, one line each."""
     return _problems(path, rank=0, world_size=1)
 
 
-def _problems(path: Path, rank: int, world_size: int) -> list[str]:
+def _problems(path: Path, rank: int, world_size: int, seen: Seen | None = None) -> list[str]:
     """Return problems of a rank's share of the files, or else of the counters, one line each."""
     try:
         manifest = read_manifest(path, "checkpoint")
         names = sorted(manifest.files)[rank::world_size]
         # DCP would load stray tensor files.
-        problems = stray_problems(path, manifest) + file_problems(path, manifest, names)
+        problems = stray_problems(path, manifest) + file_problems(path, manifest, names, seen)
         if not problems:
             checked_extra(path, manifest)
     except (DamagedError, OSError) as error:
@@ -315,23 +350,46 @@ def _finish(
     write_manifest(pending, Manifest("checkpoint", step, world_size, whole.entries, files))
 
 
-def _publish(
-    pending: Path, final: Path, step: int, keep: int, keep_every: int, spare: Collection[Path]
-) -> None:
-    """Publish the folder, update `latest`, and only then delete older checkpoints."""
+def _publish(pending: Path, final: Path) -> None:
+    """Publish the folder and update `latest`; only then may older checkpoints be deleted."""
     publish_folder(pending, final)
     write_text(final.parent / LATEST, latest_text(final.name))
     if aside_of(final).exists():
         remove_folder(aside_of(final))
-    # After resuming from an older checkpoint, checkpoints of later steps are deleted first.
+
+
+def _others(final: Path, step: int) -> list[Path]:
+    """Return the other checkpoints, in the order in which they are kept.
+
+    After resuming from an older checkpoint, checkpoints of later steps are deleted first.
+    """
     others = [path for path in published(final.parent) if path != final]
-    others.sort(key=lambda path: (step_of(path) <= step, step_of(path)), reverse=True)
-    sound = int(is_sound(final))
-    for path in others if keep else []:
-        if sound < keep:
-            sound += is_sound(path)
-        elif path not in spare and (not keep_every or step_of(path) % keep_every):
-            remove_folder(path)
+    return sorted(others, key=lambda one: (step_of(one) <= step, step_of(one)), reverse=True)
+
+
+def _outlived(
+    others: Sequence[Path], sound: int, keep: int, seen: Seen, group: dist.ProcessGroup | None
+) -> list[Path]:
+    """Return the checkpoints behind the newest `keep` sound ones; every rank calls it.
+
+    A checkpoint counts once its files were read and have their hashes. That happens in the first
+    save after its own, shared by the ranks, and not again unless a file changes. Where the new one
+    isn't sound, the older ones are all that is left, so each one that counts is read anew.
+
+    Args:
+        others: checkpoints beside the new one, in the order in which they are kept.
+        sound: 1 if the new one is sound, else 0.
+        keep: number of sound checkpoints to keep (0: all).
+        seen: files that this rank verified before.
+        group: all ranks in a process group of their own; None: the default one.
+    """
+    if not sound:
+        seen.clear()
+    for number, path in enumerate(others if keep else []):
+        if sound >= keep:
+            return [*others[number:]]
+        sound += is_sound(path, group, seen)
+    return []
 
 
 # ---- loading ------------------------------------------------------------------------------------

@@ -50,6 +50,11 @@ class FileEntry:
     sha256: str
 
 
+# Hash that a file should have, its inode, size and times: a write or another file changes them.
+Stamp = tuple[str, int, int, int, int]
+Seen = dict[Path, Stamp]
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """Dtype (such as `float32`) and global shape of a tensor."""
@@ -172,7 +177,7 @@ def read_json(folder: Path, name: str, manifest: Manifest) -> Any:
 
 
 def file_problems(
-    folder: Path, manifest: Manifest, names: Iterable[str], contents: bool = True
+    folder: Path, manifest: Manifest, names: Iterable[str], seen: Seen | None = None
 ) -> list[str]:
     """Return the named files that are missing, truncated or corrupt, one line each.
 
@@ -180,7 +185,8 @@ def file_problems(
         folder: folder of the files.
         manifest: their sizes and hashes.
         names: files to check.
-        contents: read and hash them too.
+        seen: files that had their hashes before; they are read again only once they have changed,
+            and files that have their hashes now are added. None: all are read.
     """
     found = []
     for name in names:
@@ -191,8 +197,11 @@ def file_problems(
         elif path.stat().st_size != entry.bytes:
             size = path.stat().st_size
             found.append(f"{path}: has {size:,} bytes instead of {entry.bytes:,}")
-        elif contents and hash_file(path) != entry:
-            found.append(f"{path}: is corrupt (SHA-256 differs)")
+        elif seen is None or seen.get(path) != (stamp := _stamp(path, entry)):
+            if hash_file(path) != entry:
+                found.append(f"{path}: is corrupt (SHA-256 differs)")
+            elif seen is not None:
+                seen[path] = stamp
     return found
 
 
@@ -212,6 +221,11 @@ def whole_number(value: Any, least: int = 0) -> int:
     if type(value) is not int or not least <= value < MOST_NUMBER:
         raise ValueError(f"{shortened(value)} is no whole number from {least}")
     return value
+
+
+def _stamp(path: Path, entry: FileEntry) -> Stamp:
+    found = path.stat()
+    return entry.sha256, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _from_json(content: Mapping[str, Any]) -> Manifest:

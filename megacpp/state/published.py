@@ -4,14 +4,13 @@
     checkpoints/step-000100/    manifest.json and the files that it names (checkpoint.py)
 
 The digest keeps a flipped bit of a name from selecting another checkpoint. Nothing here hashes
-tensors: `load_checkpoint` does, before it reads one.
+tensors: checkpoint.py does, before it reads or counts one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from megacpp.state.manifest import (
     UNREADABLE,
     DamagedError,
     Manifest,
-    file_problems,
     read_json,
     read_manifest,
     whole_number,
@@ -135,24 +133,6 @@ def checked_extra(path: Path, manifest: Manifest) -> dict[str, Any]:
     except UNREADABLE as error:
         raise DamagedError(f"{path / EXTRA}: can't be of a run ({error})") from None
     return state
-
-
-def is_sound(path: Path) -> bool:
-    """Return whether a checkpoint is whole and from before or after a streak of bad steps.
-
-    Sizes of files are compared, contents of tensors aren't read.
-    """
-    try:
-        manifest = read_manifest(path, "checkpoint")
-        problems = file_problems(path, manifest, manifest.files, contents=False)
-        return not (problems or checked_extra(path, manifest)["extra"].get("bad_steps"))
-    except DamagedError:
-        return False
-
-
-def newest_sound(folder: Path, usable: Callable[[int], bool] = lambda step: True) -> Path | None:
-    """Return the newest sound checkpoint whose step is usable, or None."""
-    return next((p for p in candidates(folder) if usable(step_of(p)) and is_sound(p)), None)
 
 
 def advice(path: Path) -> str:

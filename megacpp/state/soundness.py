@@ -13,7 +13,7 @@ from megacpp.config.schema import Config
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import NonFiniteError
 from megacpp.state.agreement import gather
-from megacpp.state.published import newest_sound
+from megacpp.state.checkpoint import newest_sound
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def _counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def bad_state(config: Config, folder: Path, step: int, words: str) -> NonFiniteError:
-    """Return the error that ends a run whose state can't be saved or exported.
+    """Return the error that ends a run whose state can't be saved or exported; every rank calls it.
 
     Args:
         config: configuration of the run.
@@ -76,7 +76,7 @@ def bad_state(config: Config, folder: Path, step: int, words: str) -> NonFiniteE
 
 
 def corrupt_state(config: Config, folder: Path, step: int, words: str) -> NonFiniteError:
-    """Return the error that ends a run whose ranks' copies of a tensor are no longer equal.
+    """Return the error of a run whose ranks' copies of a tensor differ; every rank calls it.
 
     Args:
         config: configuration of the run.

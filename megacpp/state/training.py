@@ -175,8 +175,8 @@ class TrainingState:
             tensors, extra, group = host_copies(tensors), copy.deepcopy(extra), writer.group
         given = self.folder, self.step, tensors, extra, keep, every, rng_state(), group, writer.held
         if not behind:
-            return writer.saved(save_checkpoint(*given))
-        writer.start(lambda: writer.saved(save_checkpoint(*given)))
+            return writer.saved(save_checkpoint(*given, writer.seen))
+        writer.start(lambda: writer.saved(save_checkpoint(*given, writer.seen)))
         return path_of(self.folder, self.step)
 
     def extra(self) -> dict[str, Any]:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from megacpp.config.arguments import parse_run
-from megacpp.config.schema import CheckpointConfig
+from megacpp.config.schema import CheckpointConfig, RunConfig
 from megacpp.errors import CheckpointError, NonFiniteError
-from megacpp.state.checkpoint import save_checkpoint
-from megacpp.state.published import (
-    candidates,
-    is_sound,
-    latest_checkpoint,
-    latest_text,
-    newest_sound,
-    read_extra,
-)
+from megacpp.run import final
+from megacpp.run.corpus import RunCorpus
+from megacpp.run.health import budget_spent
+from megacpp.run.metrics import MetricsLog
+from megacpp.state import manifest
+from megacpp.state.agreement import gather
+from megacpp.state.checkpoint import is_sound, newest_sound, save_checkpoint
+from megacpp.state.manifest import FileEntry, Seen, hash_file
+from megacpp.state.published import candidates, latest_checkpoint, latest_text, read_extra
 from megacpp.state.soundness import unsound
 from tests.figures import Record
 from tests.ranks import run_ranks
@@ -29,9 +32,26 @@ from tests.state.test_training import Made, config_of, make
 from tests.state.toy import toy_state
 
 
-def save(folder: Path, step: int, keep: int = 2, keep_every: int = 0, **extra: int) -> Path:
-    tensors = {"model.w": torch.full((3, 2), float(step))}
-    return save_checkpoint(folder, step, tensors, {"step": step, **extra}, keep, keep_every)
+def save(
+    folder: Path,
+    step: int,
+    keep: int = 2,
+    keep_every: int = 0,
+    seen: Seen | None = None,
+    **extra: int,
+) -> Path:
+    tensors, extra = {"model.w": torch.full((3, 2), float(step))}, {"step": step, **extra}
+    return save_checkpoint(folder, step, tensors, extra, keep, keep_every, seen=seen)
+
+
+def flip(checkpoint: Path) -> Path:
+    """Flip a bit of the last tensor, and return its file; size and time of it don't change."""
+    shard = next(checkpoint.glob("*.safetensors"))
+    found, content = shard.stat(), bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    os.utime(shard, ns=(found.st_atime_ns, found.st_mtime_ns))
+    return shard
 
 
 def names(folder: Path) -> list[str]:
@@ -93,6 +113,24 @@ def test_unsound_state_is_never_published(tmp_path: Path) -> None:
     assert names(tmp_path) == before and latest_checkpoint(tmp_path) == saved
 
 
+def test_unsound_weights_are_never_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a run looks at the weights itself: its last step may have ruined them."""
+    made = make(tmp_path, config_of())
+    exported: list[int] = []
+    monkeypatch.setattr(final, "export_final", lambda *given: exported.append(given[-1]))
+    config = dataclasses.replace(config_of(), run=RunConfig(dir=str(tmp_path)))
+    corpus, log = cast(RunCorpus, None), cast(MetricsLog, SimpleNamespace(active=False))
+    final.finish(made.state.model, corpus, config, log, step=3, loss=1.0)
+    assert exported == [3]
+    next(made.state.model.parameters()).data.view(-1)[1] = float("nan")
+    with pytest.raises(NonFiniteError) as error:
+        final.finish(made.state.model, corpus, config, log, step=4, loss=1.0)
+    words = "at the end of the run first.weight has 1 values that are not finite"
+    assert words in str(error.value) and exported == [3]
+
+
 def test_unsound_state_of_an_older_version_is_not_resumed(tmp_path: Path) -> None:
     run = make(tmp_path, config_of())
     next(run.state.model.parameters()).data.fill_(float("nan"))
@@ -135,6 +173,68 @@ def test_damaged_and_bad_ones_rotate_no_sound_one_out(
     save(tmp_path, 5, keep=2)
     assert names(tmp_path) == [f"step-{step:06d}" for step in (2, 3, 4, 5)]
     record_property("damaged or bad checkpoints rotated no sound one out", 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_flipped_bit_rotates_no_sound_one_out(
+    tmp_path: Path, ranks: int, record_property: Record
+) -> None:
+    """It is met by the save that would count the checkpoint, verified before or not."""
+
+    def body(rank: int, world: int) -> None:
+        seen: Seen = {}
+
+        def step(number: int, keep: int, flips: int = 0, **extra: int) -> list[str]:
+            if flips and not rank:
+                flip(tmp_path / f"step-{flips:06d}")
+            gather(None)
+            save(tmp_path, number, keep, seen=seen, **extra)
+            return names(tmp_path)
+
+        for number in (1, 2, 3):
+            step(number, keep=0)
+        assert step(4, keep=2, flips=3) == [f"step-{n:06d}" for n in (2, 3, 4)]
+        assert step(5, keep=3) == [f"step-{n:06d}" for n in (2, 3, 4, 5)]
+        # Step 4 was sound in the save before.
+        assert step(6, keep=3, flips=4) == [f"step-{n:06d}" for n in (2, 3, 4, 5, 6)]
+        assert step(7, keep=1, flips=6, bad_steps=1) == [f"step-{n:06d}" for n in (5, 6, 7)]
+        assert newest_sound(tmp_path) == tmp_path / "step-000005"
+
+    run_ranks(body, ranks)
+    record_property("damaged or bad checkpoints rotated no sound one out", 4)
+
+
+def test_a_checkpoint_is_read_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the hash of its save; all are, where no sound one is new."""
+    read: list[str] = []
+
+    def counted(path: Path) -> FileEntry:
+        if path.suffix == ".safetensors":
+            read.append(path.parent.name)
+        return hash_file(path)
+
+    monkeypatch.setattr(manifest, "hash_file", counted)
+    seen: Seen = {}
+    for step in range(1, 6):
+        save(tmp_path, step, keep=4, seen=seen)
+    assert read == [f"step-{step:06d}" for step in (1, 2, 3, 4)]
+    read.clear()
+    save(tmp_path, 6, keep=2, seen=seen, bad_steps=1)
+    assert read == ["step-000005", "step-000004"]
+
+
+def test_a_flipped_bit_is_neither_named_nor_gone_back_to(three: Path, tmp_path: Path) -> None:
+    flip(three / "step-000003")
+    assert latest_checkpoint(three) == three / "step-000003"  # until it is read
+    assert newest_sound(three) == three / "step-000002"
+    said = str(budget_spent(config_of(), three))
+    assert f"{three / 'step-000002'} is from before them" in said
+    assert resumed(three, "older").state.step == 2
+    run = resumed(three, source=str(three / "step-000002"))
+    run.steps(2)
+    next(run.state.model.parameters()).data.view(-1)[0] = float("inf")
+    with pytest.raises(NonFiniteError, match="step-000002 is the newest sound checkpoint"):
+        run.state.save(keep=1)
 
 
 # ---- damage at a resume -------------------------------------------------------------------------
