@@ -2,6 +2,7 @@
 
 `code=0.6,prose=0.4`: of every 5 rows, 3 are of code and 2 of prose.
 `code=1@0,code=0.5 prose=0.5@1000`: code alone, and from step 1000 on half of each.
+`prose=1,code=0`: prose alone; of code only held-out rows are read.
 `texts/notes=1,data/code=3`: texts that aren't prepared are, at the start of the run.
 """
 
@@ -45,8 +46,8 @@ def mix_stages(mix: str) -> list[MixStage]:
     for number, word in enumerate(words, start=1):
         folder, _, share = word.rpartition("=")
         found = SHARE.fullmatch(share)
-        if not folder or found is None or not Fraction(found[1]):
-            raise ValueError(f"{shortened(word)!r} isn't NAME=SHARE with a share above 0")
+        if not folder or found is None:
+            raise ValueError(f"{shortened(word)!r} isn't NAME=SHARE")
         name = Path(folder).name
         if not name or name in weights:
             raise ValueError(f"{shortened(word)!r} names none, or one that the stage has already")
@@ -65,6 +66,8 @@ def mix_stages(mix: str) -> list[MixStage]:
 
 def _shares(weights: dict[str, Fraction]) -> dict[str, Fraction]:
     total = sum(weights.values(), Fraction(0))
+    if not total:
+        raise ValueError(f"{shortened(', '.join(weights))} must have a share above 0")
     shares = {name: weight / total for name, weight in weights.items()}
     parts = math.lcm(*(share.denominator for share in shares.values()))
     if parts > MOST_PARTS:

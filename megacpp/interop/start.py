@@ -64,7 +64,8 @@ def other_words(place: WeightsFolder, config: Config) -> list[str]:
     if not theirs.is_file() or not ours.is_file():
         return []
     found, wanted = (CorpusTokenizer.load(path).inner.get_vocab() for path in (theirs, ours))
-    other = sum(found.get(word) != i for word, i in wanted.items())
+    known = set(found.values())  # ids beyond them are new rows
+    other = sum(found.get(word) != i for word, i in wanted.items() if i in known)
     if not other:
         return []
     return [f"{other:,} of {len(wanted):,} ids of the corpus are other words in {theirs}"]

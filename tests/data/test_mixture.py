@@ -167,11 +167,24 @@ def test_held_out_rows_are_those_of_all_sources(folders: dict[str, Path]) -> Non
     assert mixed.no_verdict.startswith("code: ")
 
 
+def test_a_source_without_a_share_is_held_out_alone(folders: dict[str, Path]) -> None:
+    """No row of it is trained on until a stage gives it a share; its held-out rows are there."""
+    mixed = mixture(folders, "code=1,prose=0@0,code=1,prose=1@2")
+    mixed.begin_step(0, 0)
+    assert {mixed.place(row)[0] for row in range(40)} == {"code"}
+    mixed.begin_step(2, 8)
+    assert [mixed.place(row) for row in range(8, 11)] == [("code", 8), ("prose", 0), ("code", 9)]
+    assert mixed.segments[-1].before == {"code": 8, "prose": 0}
+    sources_SB = mixed.validation_batch(range(mixed.num_validation_rows)).sources_SB
+    assert sources_SB is not None and (sources_SB.sum(1) > 0).all()
+
+
 @pytest.mark.parametrize(
     ("mix", "words"),
     [
         ("code", "'code' isn't NAME=SHARE"),
-        ("code=0", "share above 0"),
+        ("code=0", "code must have a share above 0"),
+        ("code=1@0,code=0,prose=0@9", "code, prose must have a share above 0"),
         ("code=-1", "isn't NAME=SHARE"),
         ("code=1/3", "isn't NAME=SHARE"),
         ("=1", "isn't NAME=SHARE"),

@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from megacpp.cli.main import main
-from megacpp.config.schema import MeshConfig
+from megacpp.config.schema import Config, DataConfig, MeshConfig
+from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError
 from megacpp.interop.compare import load_model
 from megacpp.interop.load import load_weights, open_source
-from megacpp.interop.places import locate
+from megacpp.interop.places import WeightsFolder, locate
+from megacpp.interop.start import other_words
+from megacpp.lessons.grown import grow_tokenizer
 from megacpp.model.hybrid import HybridLM
 from megacpp.state.tensors import model_tensors
 from parallel.build import build_model, local_part
@@ -63,6 +66,19 @@ def test_new_rows_are_the_mean_of_the_others_and_noise(name: str, tmp_path: Path
             assert len({tuple(row.tolist()) for row in noise}) == 16
             assert noise.mean(0).abs().max() < 4 / 16**0.5 * grown.init_std
         assert not differences({n: first[n] for n in tensors}, tensors)
+
+
+def test_new_words_are_no_other_words(corpus: Path, tmp_path: Path) -> None:
+    """A grown tokenizer has the folder's words under the folder's ids; a new one hasn't."""
+    texts = ["retrospect introspect " * 9]
+    words = grow_tokenizer(corpus, texts, tmp_path / "grown", 2)
+    assert words == ["retrospect", "introspect"]
+    CorpusTokenizer.train([texts], 300).save(tmp_path / "grown/other.json")
+    place, config = WeightsFolder("final", corpus), Config(data=DataConfig(str(tmp_path / "grown")))
+    assert other_words(place, config) == []
+    (tmp_path / "grown/other.json").replace(tmp_path / "grown/tokenizer.json")
+    (line,) = other_words(place, config)
+    assert re.match(r"\d+ of \d+ ids of the corpus are other words in ", line)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
