@@ -1,4 +1,4 @@
-"""What each rank packs, sends and solves of Muon's jobs (optim/exchange.py), planned once."""
+"""Plan of the slices that each rank packs, sends and solves in a step (optim/exchange.py)."""
 
 from __future__ import annotations
 

@@ -65,7 +65,11 @@ class ShardModule(ParallelStyle):
             module.register_forward_pre_hook(entering)
         if self.leave is not None:
             leave = self.leave.over(device_mesh)
-            module.register_forward_hook(lambda _, args, out: leave(out))
+
+            def leaving(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+                return leave(out)
+
+            module.register_forward_hook(leaving)
         return module
 
 

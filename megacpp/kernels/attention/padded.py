@@ -30,7 +30,7 @@ def padded_attention(
         q_BTNH: queries.
         k_BSKH: keys.
         v_BSKV: values.
-        mask: additive or bool, as SDPA takes it.
+        mask: `[B, 1, T, S]`, additive or bool; None: none.
         scale: factor of q . k.
         causal: nothing looks at a later key.
     """
