@@ -26,7 +26,6 @@ def muon_update(
     nesterov: bool = True,
     steps: int = 5,
     scale: Scale = "spectral",
-    dtype: torch.dtype | None = None,
     coefficients: Coefficients = "quintic",
 ) -> Tensor:
     """Return the update of one matrix, `[R, C]`, before the learning rate.
@@ -41,13 +40,12 @@ def muon_update(
         nesterov: orthogonalise the lookahead of the momentum instead of the momentum.
         steps: Newton-Schulz steps.
         scale: rule of `update_scale`.
-        dtype: dtype of the iteration; see `iteration_dtype` for the default.
         coefficients: Newton-Schulz coefficients.
     """
     wide_RC = momentum_RC.to(grad_RC.dtype).lerp(grad_RC, 1 - momentum)
     wide_RC = momentum_RC.copy_(wide_RC).to(grad_RC.dtype)
     u_RC = wide_RC.lerp(grad_RC, 1 - momentum) if nesterov else wide_RC
-    o_RC = newton_schulz_plain(u_RC, steps, dtype, coefficients)
+    o_RC = newton_schulz_plain(u_RC, steps, coefficients=coefficients)
     return o_RC.to(grad_RC.dtype) * update_scale(scale, *grad_RC.shape)
 
 

@@ -159,19 +159,18 @@ def traced_blocks(config: Config, size: int, rank: int, full: bool) -> int:
     return model.depth // config.mesh.pp * microbatches(config)
 
 
-def trace_run(config: Config, size: int, rank: int = 0, steps: int = 2) -> Stream:
-    """Return every allocation of a rank, from the weights on, for `steps` steps of all layers.
+def trace_run(config: Config, size: int, steps: int = 2) -> Stream:
+    """Return every allocation of rank 0, from the weights on, for `steps` steps of all layers.
 
     The optimizer's state is allocated after the first backward, in gaps that activations left.
 
     Args:
         config: resolved for `size` ranks.
         size: number of ranks.
-        rank: rank to trace.
         steps: number of steps.
     """
     config = as_trained(as_scheduled(config), compiled=True)
-    with fake_world(config, size, rank) as world:
+    with fake_world(config, size) as world:
         model = planned_model(config, world, prepared(config))
         with fake_tensors(memory=True, gpu=_gpu(config)), Recorder(model) as recorder:
             model.to_empty(device=world.device)

@@ -59,18 +59,14 @@ from megacpp.terminal.progress import counted
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
-def gather_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor] | None:
+def gather_weights(model: nn.Module) -> dict[str, Tensor] | None:
     """Return all weights on rank 0's CPU, None on other ranks; every rank calls it.
 
     Names and their order are those of the unsharded model on any mesh. One parameter at a time is
     whole on a device.
-
-    Args:
-        model: model on any mesh.
-        dtype: dtype of floating tensors (None: as stored).
     """
     whole = catalogue(model_tensors(model))
-    weights = dict(_whole_tensors(model, whole, _ordered(model, whole), dtype))
+    weights = dict(_whole_tensors(model, whole, _ordered(model, whole)))
     return weights if this_rank()[0] == 0 else None
 
 
@@ -85,7 +81,7 @@ def whole_copy(
         device: device of the copy.
     """
     whole = catalogue(model_tensors(model))
-    tensors = _whole_tensors(model, whole, _ordered(model, whole), None)
+    tensors = _whole_tensors(model, whole, _ordered(model, whole))
     if this_rank()[0]:
         for _ in tensors:  # helps to gather them
             raise AssertionError("only rank 0 gets tensors")
@@ -101,7 +97,6 @@ def export_weights(
     folder: Path,
     config: ModelConfig,
     extra: Mapping[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
     beside: Sequence[Path] = (),
     file_bytes: int = 4_000_000_000,
     step: int = 0,
@@ -113,7 +108,6 @@ def export_weights(
         folder: target folder.
         config: settings of the model, for config.json.
         extra: further keys of config.json.
-        dtype: dtype of floating tensors in the files (None: as stored).
         beside: files that belong to the weights, copied under their names (tokenizer.json).
         file_bytes: most bytes of one weights file.
         step: number of training steps, for the manifest.
@@ -135,7 +129,7 @@ def export_weights(
                 pending_folder(folder)
         saved: dict[str, Tensor] = {}
         for name, members in groups.items():
-            tensors = _whole_tensors(model, whole, members, dtype)
+            tensors = _whole_tensors(model, whole, members)
             if rank == 0:
                 tensors = counted(tensors, f"export {name}", len(members))
             some = dict(tensors)
@@ -241,19 +235,16 @@ def _ordered(model: nn.Module, whole: Catalogue) -> list[str]:
 
 @torch.no_grad()
 def _whole_tensors(
-    model: nn.Module, whole: Catalogue, names: Sequence[str], dtype: torch.dtype | None
+    model: nn.Module, whole: Catalogue, names: Sequence[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole CPU copies, one at a time, on rank 0; other ranks only help to gather them."""
     tensors = model_tensors(model)
     device = next(iter(tensors.values())).device
-
-    def on_cpu(full: Tensor) -> Tensor:
-        wanted = dtype if dtype is not None and full.is_floating_point() else full.dtype
-        return full.detach().to("cpu", wanted, copy=True).contiguous()
-
     for name in names:  # no variable holds a whole tensor while the next one is gathered
         entry, first = whole.entries[name], whole.first[name]
-        cpu = on_cpu(whole_on_main(tensors.get(name), entry, first, device))
+        full = whole_on_main(tensors.get(name), entry, first, device)
+        cpu = full.detach().to("cpu", copy=True).contiguous()
+        del full
         if this_rank()[0] == 0:
             yield name, cpu
 

@@ -238,5 +238,5 @@ def test_the_peak_of_a_step_by_hand() -> None:
     assert step_peak_bytes(buckets) == 21 + 22 + 30 + behind + ahead
     assert step_peak_bytes(buckets[:1]) == 12 + 13
     assert step_peak_bytes(buckets[:1], [WaveBytes(7, packing=9, solving=8)]) == 10 + 11 + 7 + 9
-    assert step_peak_bytes([], [WaveBytes(7, packing=3, solving=8)], meanwhile=20) == 20
+    assert step_peak_bytes([], [WaveBytes(7, packing=3, solving=8)]) == 15
     assert step_peak_bytes([]) == 0

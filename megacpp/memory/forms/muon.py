@@ -64,9 +64,7 @@ class WaveBytes:
         return self.sent + max(self.packing, self.received + self.aside)
 
 
-def step_peak_bytes(
-    waves: Sequence[WaveBytes], staying: Sequence[WaveBytes] = (), meanwhile: int = 0
-) -> int:
+def step_peak_bytes(waves: Sequence[WaveBytes], staying: Sequence[WaveBytes] = ()) -> int:
     """Return peak bytes of a step beyond parameters, gradients and state.
 
     Wave k + 1 is sent before wave k is solved, while the results of wave k - 1 travel: at most
@@ -75,14 +73,13 @@ def step_peak_bytes(
     Args:
         waves: matrices that are sent to their owners, in order.
         staying: matrices that are solved in place while the first wave travels.
-        meanwhile: bytes of temporaries of the AdamW half, which runs at that time too.
     """
     first = waves[0] if waves else WaveBytes(0)
     peak = first.sending
     flying = first.sent + first.received
     for wave in staying:
         peak = max(peak, flying + wave.sent + max(wave.packing, wave.solving))
-    peak = max(peak, flying + meanwhile)
+    peak = max(peak, flying)
     nothing = WaveBytes(0)
     for k, wave in enumerate(waves):
         before = waves[k - 1] if k else nothing
