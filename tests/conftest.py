@@ -47,14 +47,20 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return some sixty headers of the installed torch, 400 ids."""
+def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of sixty headers of the installed torch."""
     source = tmp_path_factory.mktemp("headers")
     folder = Path(torch.__file__).parent / "include/ATen/core"
     for header in sorted(folder.glob("*.h"))[:60]:
         shutil.copy(header, source)
+    return source
+
+
+@pytest.fixture(scope="session")
+def corpus(headers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a corpus of these headers, 400 ids."""
     out = tmp_path_factory.mktemp("data") / "corpus"
-    command = ["data", "prepare", str(source), "--out", str(out), "--vocab-size", "400"]
+    command = ["data", "prepare", str(headers), "--out", str(out), "--vocab-size", "400"]
     done = subprocess.run(
         [sys.executable, "-m", "megacpp", *command, "--validation-fraction", "0.1"],
         cwd=ROOT,
