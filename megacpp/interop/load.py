@@ -225,24 +225,23 @@ def _verify(source: WeightsSource, rank: int, world: int) -> None:
 
 def _check_zeros(source: WeightsSource, link: Link) -> None:
     """Raise CheckpointError if numbers of the folder that no tensor of ours holds aren't zero."""
-    held = link.parts[0] if link.parts else None
-    width = link.shape[-1] if len(link.shape) > 1 else 1
-    padded = link.order is not None and bool((link.order < 0).any())
-    if held is not None and not padded and link.width in (0, width):
-        return
-    there = source.stored.rows(link.name, 0, rows_in(link.shape))
-    if held is not None:
-        if link.order is not None:
-            extra = there[link.order < 0].any()
-        else:
-            extra = there[:, link.width :].any()
-    else:
-        extra = there.any()
-    if extra:
-        raise CheckpointError(
-            f"{source.place.folder}: {link.name} has numbers that aren't zero where no tensor of "
-            "ours has any (a gate, a bias or a wider shared expert). Fix: take another model."
-        )
+    rows_R, columns = _unheld(link)
+    width = max(1, link.shape[-1]) if len(link.shape) > 1 else 1
+    for some_R in rows_R.split(max(1, AT_ONCE // width)):
+        if len(some_R) and bool(_read(source.stored, link.name, some_R, columns).any()):
+            raise CheckpointError(
+                f"{source.place.folder}: {link.name} has numbers that aren't zero where no tensor "
+                "of ours has any (a gate, a bias or a wider shared expert). "
+                "Fix: take another model."
+            )
+
+
+def _unheld(link: Link) -> tuple[Tensor, slice]:
+    """Return rows `[R]` of a tensor of the folder, and their columns, that none of ours holds."""
+    rows_R = torch.arange(rows_in(link.shape))
+    if link.parts and link.width == 0:
+        return rows_R[:0] if link.order is None else rows_R[link.order < 0], slice(None)
+    return rows_R, slice(link.width, None)
 
 
 # ---- tensors ------------------------------------------------------------------------------------
@@ -297,15 +296,20 @@ def _copy_rows(
     there = rows_S[mine_S] - held.first + held.start
     if (inverse := held.link.rows_of_ours()) is not None:
         there = inverse[there]
-    low, high = int(there.min()), int(there.max()) + 1
-    read = stored.rows(held.link.name, low, high - low, columns)
-    if inverse is not None or len(read) > len(there):  # another order, or a box with gaps
-        read = read[there - low]
-    values = held.link.ours(read).to(into_SW)
+    values = held.link.ours(_read(stored, held.link.name, there, columns)).to(into_SW)
     if bool(mine_S.all()):
         into_SW.copy_(values)
     else:
         into_SW[mine_S.to(into_SW.device)] = values
+
+
+def _read(stored: StoredTensors, name: str, rows_R: Tensor, columns: slice) -> Tensor:
+    """Return rows `[R, W]` of a tensor of the folder; none between them is read."""
+    sorted_R, places_R = rows_R.unique(return_inverse=True)
+    runs = sorted_R.tensor_split((sorted_R.diff() > 1).nonzero().flatten() + 1)
+    read = [stored.rows(name, int(run_R[0]), len(run_R), columns) for run_R in runs]
+    found = read.pop() if len(read) == 1 else torch.cat(read)
+    return found if torch.equal(sorted_R, rows_R) else found[places_R]
 
 
 def _box_rows(target: Slice) -> tuple[Tensor, slice]:

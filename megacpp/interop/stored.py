@@ -7,7 +7,8 @@ torch's distributed checkpoint stores them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,14 +75,10 @@ class StoredTensors:
         shape = self.shapes[name]
         if len(shape) < 2:
             return self.box(name, [(first, first + count)] if shape else []).reshape(-1, 1)
-        inner = 1
-        for size in shape[1:-1]:
-            inner *= size
-        start, stop = first // inner, -(-(first + count) // inner)
-        whole = [(0, size) for size in shape[1:-1]]
         low, high, _ = columns.indices(shape[-1])
-        found = self.box(name, [(start, stop), *whole, (low, high)]).flatten(0, -2)
-        return found[first - start * inner :][:count]
+        boxes = [[*box, (low, high)] for box in boxes_of(shape[:-1], first, count)]
+        found = [self.box(name, box).flatten(0, -2) for box in boxes]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def box(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor."""
@@ -122,6 +119,29 @@ class StoredTensors:
             offset = tuple(saved.get(key, {}).get("saved_offsets", [0] * len(shape)))
             name = key.removeprefix(self.prefix)
             self.pieces.setdefault(name, []).append(StoredPiece(file, shape, offset))
+
+
+def boxes_of(shape: Sequence[int], first: int, count: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield boxes that hold consecutive rows and nothing else, in their order.
+
+    Args:
+        shape: dims that number the rows.
+        first: row to start with.
+        count: number of rows.
+    """
+    if len(shape) == 1:
+        yield [(first, first + count)]
+        return
+    inner = math.prod(shape[1:])
+    while count:
+        at, within = divmod(first, inner)
+        if within or count < inner:
+            taken = min(count, inner - within)
+            yield from ([(at, at + 1), *box] for box in boxes_of(shape[1:], within, taken))
+        else:
+            taken = count - count % inner
+            yield [(at, at + taken // inner), *((0, size) for size in shape[1:])]
+        first, count = first + taken, count - taken
 
 
 def _extent(pieces: Sequence[StoredPiece]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -21,7 +22,9 @@ from megacpp.cli.main import main
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config, MeshConfig, ModelConfig
 from megacpp.errors import CheckpointError, MegacppError
+from megacpp.interop import stored
 from megacpp.interop.compare import load_model
+from megacpp.interop.links import Link
 from megacpp.interop.load import load_weights, open_source
 from megacpp.interop.places import locate, read_model
 from megacpp.model.init import Slice
@@ -30,9 +33,12 @@ from megacpp.state.export import load_trained
 from megacpp.state.tensors import model_tensors
 from parallel.build import build_model, local_part
 from tests.interop.models import built, final_folder, model_of
+from tests.launch import Done, forked
 from tests.ranks import run_ranks
+from tests.run.test_mesh_runs import assert_close
 from tests.state.meshes import config_of, world_of
 from tests.state.toy import differences
+from tests.test_run import ADAMW, records
 
 # mesh, model; every kind of change of rows meets every kind of shard
 MESHES: dict[str, tuple[MeshConfig, str]] = {
@@ -60,8 +66,47 @@ def exported(folder: Path, model: ModelConfig) -> Path:
     return final
 
 
+class CountedFile:
+    """File of safetensors that counts the bytes of what is read."""
+
+    read = 0
+
+    def __init__(self, path: Path, framework: str) -> None:
+        self.file = safetensors.safe_open(path, framework)
+        self.keys, self.metadata = self.file.keys, self.file.metadata
+
+    def __enter__(self) -> CountedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def get_slice(self, name: str) -> Any:
+        part = self.file.get_slice(name)
+
+        class Counted:
+            get_shape = part.get_shape
+
+            def __getitem__(self, at: Any) -> torch.Tensor:
+                found = part[at]
+                CountedFile.read += found.nbytes
+                return found
+
+        return Counted()
+
+
+def unheld(link: Link) -> int:
+    """Return how many numbers of a tensor of the folder none of ours holds."""
+    width = link.width or (link.shape[-1] if len(link.shape) > 1 else 1)
+    return link.numel - width * sum(part.count for part in link.parts)
+
+
 @pytest.mark.parametrize("mesh", MESHES)
-def test_every_rank_reads_its_part(mesh: str, tmp_path: Path) -> None:
+def test_every_rank_reads_its_part(
+    mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no byte more, but for those that must be zero: each is read by one rank."""
+    monkeypatch.setattr(stored, "safe_open", CountedFile)
     axes, name = MESHES[mesh]
     model = even(name)
     final = exported(tmp_path, model)
@@ -80,13 +125,18 @@ def test_every_rank_reads_its_part(mesh: str, tmp_path: Path) -> None:
                 load_weights(found, open_source(locate(str(tmp_path / "hf"), ""), model), part)
                 tensors = {f"model.{n}": t for n, t in model_tensors(found).items()}
                 save_checkpoint(tmp_path, 3, tensors, extra_of(model), keep=1)
-            load_weights(found, open_source(locate(str(folder), "x"), model), part)
+            source = open_source(locate(str(folder), "x"), model)
+            CountedFile.read = 0
+            load_weights(found, source, part)
+            read = sum(unheld(link) for link in source.links[rank::world])
             for n, t in model_tensors(found).items():
                 mine = part(t)
+                read += mine.local.numel() * (n not in source.zeros)
                 box = tuple(
                     slice(o, o + s) for o, s in zip(mine.offset, mine.local.shape, strict=True)
                 )
                 assert torch.equal(mine.local, wanted[n][box]), (folder.name, n)
+            assert CountedFile.read == 4 * read, folder.name
         return set(model_tensors(found))
 
     names = run_ranks(body, 4)
@@ -101,6 +151,39 @@ def test_every_rank_reads_its_part(mesh: str, tmp_path: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
     config_json = json.loads((tmp_path / "again" / "config.json").read_text())
     assert config_json["megacpp"]["step"] == 3
+
+
+# Rows of a microbatch, of which a step has two on each data rank: one process, and two ranks.
+CONTINUED = {"": 4, "--mesh.tp 2": 4, "--mesh.ep 2": 2, "--mesh.pp 2": 4}
+
+
+def test_a_run_from_a_folder_is_the_same_on_any_mesh(corpus: Path, tmp_path: Path) -> None:
+    """Six steps of `train.py` in fp64; the folder may go once a step is saved."""
+    folder = tmp_path / "hf"
+    exported(tmp_path, dataclasses.replace(even("qwen3_moe"), vocab_size=400))
+    words = f"tiny --checkpoint.init {folder} --data.path {corpus} --data.seq-len 48 --run.steps 6"
+    words += " --train.grad-accum 2 --run.eval-rows 8 --run.sample-tokens 0 --optim.lr 1e-2"
+    words += " --checkpoint.every 3 --optim.schedule constant"
+
+    def run(mesh: str, name: str, *more: str) -> Done:
+        flags = [*words.split(), *ADAMW, *mesh.split(), "--run.dir", str(tmp_path / name), *more]
+        batch = ["--train.device-batch-size", str(CONTINUED[mesh])]
+        return forked(*flags, *batch, ranks=2 if mesh else 1)
+
+    for mesh in CONTINUED:
+        done = run(mesh, f"run{mesh}")
+        assert done.returncode == 0, done.stderr
+        assert f"weights of {folder} after 7 steps" in " ".join(done.stdout.split())
+        assert_close(tmp_path / "run", tmp_path / f"run{mesh}")
+    first, last = (records(tmp_path / "run")[step]["loss"] for step in (0, 5))
+    assert last < first - 0.5
+    folder.rename(tmp_path / "gone")
+    done = run("", "run--mesh.pp 2", "--run.steps", "7")
+    assert done.returncode == 0, done.stderr
+    assert "weights of" not in done.stdout and "step 7/7" in done.stdout
+    done = run("", "other")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: checkpoint.init={folder}: no such folder. Fix: ")
 
 
 @pytest.mark.parametrize("name", ["granite", "qwen3_next_delta", "glm_dsa", "mixtral_scaled"])
