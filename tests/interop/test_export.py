@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megacpp.cli.main import main
 from megacpp.interop.compare import WITHIN, load_model, our_logits
 from megacpp.interop.places import locate, read_model
+from megacpp.model.hybrid import HybridLM
 from megacpp.run.sample import generate
 from megacpp.state.tensors import model_tensors
+from megacpp.terminal import progress
 from tests.figures import Record
 from tests.interop.models import CASES, built, final_folder, model_of
 from tests.interop.real_text import assert_equal_on_text
@@ -42,12 +45,17 @@ LOOPS = (
 )
 
 
-def exported(name: str, folder: Path, *more: str):
+def exported(name: str, folder: Path) -> tuple[HybridLM, Path]:
+    """Return a model and its exported folder."""
     model = built(model_of(name))
-    final = final_folder(folder / "run", model)
-    out = folder / "out"
-    assert main(["export", str(final), "--out", str(out), "--dtype", "fp32", *more]) == 0
-    return model, out
+    return model, written(model, folder)
+
+
+def written(model: HybridLM, folder: Path) -> Path:
+    """Return the exported folder of a model."""
+    final, out = final_folder(folder / "run", model), folder / "out"
+    assert main(["export", str(final), "--out", str(out), "--dtype", "fp32"]) == 0
+    return out
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -101,24 +109,17 @@ def test_a_folder_comes_back_bit_for_bit(
     back = load_model(place, model.config)
     assert not differences(dict(model_tensors(model)), dict(model_tensors(back)))
     record_property("exported folders read back bit for bit", 1)
-    again = main(
-        [
-            "export",
-            str(final_folder(tmp_path / "b", back)),
-            "--out",
-            f"{tmp_path}/b/out",
-            "--dtype",
-            "fp32",
-        ]
-    )
-    assert again == 0
+    again = written(back, tmp_path / "b")
     for file in ("model.safetensors", "config.json"):
-        assert (tmp_path / "b" / "out" / file).read_bytes() == (out / file).read_bytes(), file
+        assert (again / file).read_bytes() == (out / file).read_bytes(), file
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_without_our_key_comes_back(name: str, tmp_path: Path) -> None:
-    """By the class's own keys: bit for bit, but for what the class holds in another way."""
+    """By the class's own keys: bit for bit, but for what the class holds in another way.
+
+    Written again, the files are the same whatever way that is.
+    """
     model, out = exported(name, tmp_path)
     values = json.loads((out / "config.json").read_text())
     del values["megacpp"]
@@ -135,6 +136,23 @@ def test_a_folder_without_our_key_comes_back(name: str, tmp_path: Path) -> None:
     assert other == {key for key in first.keys() | then.keys() if rule.search(key)}
     ours, theirs = our_logits(model, IDS), our_logits(back, IDS)
     assert (ours - theirs).abs().max() <= WITHIN * ours.abs().max()
+    again = written(back, tmp_path / "again")
+    assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+    keys = json.loads((again / "config.json").read_text())
+    assert keys.pop("megacpp") and keys == values
+
+
+def test_progress_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In lines, as the error stream is no terminal here."""
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    _, out = exported("llama", tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    count = len(load_file(out / "model.safetensors"))
+    wanted = [f"export: {(done + 1) / count:.0%}, 0:00 left" for done in range(count)]
+    assert [line for line in lines if line.startswith("export: ")] == wanted
+    assert any(line.startswith("verify: 100%") for line in lines)
 
 
 SPELT = (
