@@ -2,8 +2,10 @@
 
     python -m bench.generate [PRESET] [--prompt 1000] [--tokens 64]
 
-A prompt is read in one forward, and token by token as decoding does; then rows are decoded alone
-and together. Weights are random: they don't change the work.
+A prompt is read in one forward, and token by token as decoding does; a token is written behind it
+with a cache, and by reading all again; then rows are decoded alone and together. Operators that are
+no view, and bytes of their arguments and results, are counted; seconds are those of one CPU thread.
+Weights are random: they don't change the work.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from bench.launches import Count, LaunchCounter
 from megacpp.config.presets import PRESETS
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
@@ -21,13 +24,35 @@ from megacpp.run.sample import generate
 
 
 def seconds(run: Callable[[], object], times: int = 3) -> float:
-    """Return the shortest time of some runs."""
+    """Return the shortest CPU time of some runs."""
     found = []
     for _ in range(times):
-        began = time.perf_counter()
+        began = time.process_time()
         run()
-        found.append(time.perf_counter() - began)
+        found.append(time.process_time() - began)
     return min(found)
+
+
+@torch.no_grad()
+def work(run: Callable[[], object]) -> Count:
+    """Return operators and their bytes."""
+    with LaunchCounter() as counter:
+        run()
+    return counter.now
+
+
+def line(title: str, count: Count, spent: float, tokens: int) -> str:
+    """Return a line with the operators and bytes of a token, and the rate.
+
+    Args:
+        title: of the line.
+        count: operators and bytes of all tokens.
+        spent: CPU seconds of all tokens.
+        tokens: their number.
+    """
+    operators, size = (total / tokens for total in (count.launches, count.bytes))
+    counts = f"{operators:7,.1f} operators {size / 1e6:7.2f} MB"
+    return f"{title:20}{counts} {tokens / spent:7,.0f} tokens/s"
 
 
 @torch.no_grad()
@@ -48,19 +73,27 @@ def main() -> None:
         for ids_1 in ids_1T.unbind(1):
             _, state = model.step(ids_1, state)
 
+    torch.set_num_threads(1)
     at_once, stepped = seconds(lambda: model.prefill(ids_1T)), seconds(one_by_one, 1)
-    print(f"{args.preset}, {torch.get_num_threads()} threads, prompt of {args.prompt} tokens")
-    print(f"read at once      {args.prompt / at_once:10,.0f} tokens/s")
-    slower = stepped / at_once
-    print(f"token by token    {args.prompt / stepped:10,.0f} tokens/s, {slower:.1f}x slower")
+    _, state = model.prefill(ids_1T)
+
+    def step() -> None:
+        model.step(ids_1T[:, 0], state)  # the same place again
+
+    reading, writing = work(lambda: model.prefill(ids_1T)), work(step)
+    print(f"{args.preset}, prompt of {args.prompt:,} tokens: work of a token")
+    print(line("read at once", reading, at_once, args.prompt))
+    print(line("read one by one", work(one_by_one), stepped, args.prompt))
+    print(line("write with a cache", writing, seconds(step, 20), 1))
+    print(line("write without", reading, at_once, 1))
     base = 0.0
     for rows in (1, 4, 16):
         prompts = [ids_1T[0, : 32 + row].tolist() for row in range(rows)]
-        reading = seconds(lambda prompts=prompts: generate(model, prompts, 1))
-        spent = seconds(lambda prompts=prompts: generate(model, prompts, args.tokens + 1)) - reading
+        first = seconds(lambda prompts=prompts: generate(model, prompts, 1))
+        spent = seconds(lambda prompts=prompts: generate(model, prompts, args.tokens + 1)) - first
         rate = rows * args.tokens / spent
         base = base or rate
-        print(f"decode {rows:2} together{rate:10,.0f} tokens/s, {rate / base:.1f}x one alone")
+        print(f"write {rows:2} together{rate:10,.0f} tokens/s, {rate / base:.1f}x one alone")
 
 
 if __name__ == "__main__":

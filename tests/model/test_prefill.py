@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.generate import work
+from megacpp.config.presets import tiny
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.causal_conv import last_inputs
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.init import initialise
 from megacpp.model.token_cache import TokenCache, chosen_rows, joined
 from tests.model.small import small, variants
 from tests.state.small import build
@@ -113,3 +116,25 @@ def test_last_inputs_have_zeros_in_front_of_a_short_prompt() -> None:
     assert last_inputs(x_BTC, 2).tolist() == [[[2.0, 4.0], [3.0, 5.0]]]
     assert last_inputs(x_BTC, 4)[0, 0].tolist() == [0.0, 0.0, 2.0, 4.0]
     assert last_inputs(x_BTC, 0).shape == (1, 2, 0)
+
+
+def test_the_work_of_a_long_prompt_and_of_a_token_behind_it() -> None:
+    """Counted in `tiny` at 1,000 tokens: no time, which depends on the machine."""
+    config = tiny().model
+    model = HybridLM(config).eval()
+    initialise(model, model.init_rules(), 0)
+    ids_1T = torch.randint(3, config.vocab_size, (1, 1000), generator=GENERATOR.manual_seed(0))
+    with torch.no_grad():
+        states = [model.prefill(ids_1T[:, :tokens])[1] for tokens in (10, 1000)]
+    read = work(lambda: model.prefill(ids_1T))
+    early, late = (work(lambda state=state: model.step(ids_1T[:, 0], state)) for state in states)
+    # Reading at once beside token by token, with less than the average step.
+    assert 100 * read.launches <= 1000 * early.launches
+    assert 20 * read.bytes <= 1000 * early.bytes
+    # A new token with a cache beside all tokens again.
+    assert 5 * late.launches <= read.launches and 20 * late.bytes <= read.bytes
+    # The cache isn't copied: keys and values are read, repeated for the heads of a group and read.
+    a = config.attention
+    keys = 4 * 2 * a.num_kv_heads * a.head_dim * model.letters.count("A")
+    assert early.launches == late.launches
+    assert late.bytes - early.bytes <= 990 * keys * (1 + 2 * a.num_heads // a.num_kv_heads)
