@@ -9,10 +9,28 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 ATTEMPTS, WAIT_S = 5, 1.0  # of a transfer; the wait doubles
+# Protocol -> package of its file system; the extra `remote` has them all.
+PACKAGES = {
+    "s3": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
 
 
 class NoStoreError(Exception):
-    """URL that can't be opened: no such protocol, or no package for it."""
+    """URL that can't be opened: no such protocol, or no package for it.
+
+    Args:
+        rule: what is wrong.
+        fix: what to do.
+    """
+
+    def __init__(self, rule: str, fix: str) -> None:
+        super().__init__(rule)
+        self.fix = fix
 
 
 def is_url(source: str) -> bool:
@@ -31,8 +49,14 @@ def open_store(url: str) -> tuple[Any, str]:
         import fsspec
 
         fsspec.get_filesystem_class(protocol)
-    except (ImportError, ValueError) as error:
-        raise NoStoreError(one_line(error)) from None
+    except ImportError as error:
+        package = "fsspec" if error.name == "fsspec" else PACKAGES.get(protocol)
+        if package is None:
+            raise NoStoreError(one_line(error), "install the package that it names") from None
+        rule = f"{protocol}:// needs the package {package}, which can't be imported"
+        raise NoStoreError(rule, "pip install 'megacpp[remote]'") from None
+    except ValueError as error:
+        raise NoStoreError(one_line(error), "check the URL") from None
     more = {"auto_mkdir": True} if protocol in ("file", "local") else {}
     return fsspec.core.url_to_fs(url, **more)
 

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
-from megacpp.cli.weights import find_tokenizer, load_model
+from megacpp.cli.weights import find_tokenizer, load_model, run_folder
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
 
@@ -20,7 +19,7 @@ NEW = "/new"  # a line that forgets what was said
 class ChatArgs:
     """Run, and settings of the answers."""
 
-    run: str = setting(words="Folder of the run.", positional=True)
+    run: str = setting(words="Folder or URL of the run.", positional=True)
     system: str = setting("", "Message of the system, in front of every conversation.")
     max_tokens: int = setting(256, "Most tokens of an answer.", "tokens", at_least=1)
     temperature: float = setting(
@@ -48,13 +47,14 @@ def chat(args: ChatArgs) -> int:
     from megacpp.run.sample import Sampling
     from megacpp.run.text_stream import TextStream, continue_texts
 
-    tokenizer = find_tokenizer(Path(args.run))
+    run = run_folder(args.run, args.checkpoint)
+    tokenizer = find_tokenizer(run)
     if not tokenizer.template:
         rule = "its tokenizer has no chat template"
         fix = "train on conversations (megacpp data prepare TALKS.jsonl)"
         raise config_error("run", args.run, rule, fix)
     template = ChatTemplate(tokenizer)
-    model = load_model(Path(args.run), args.checkpoint, args.device)
+    model = load_model(run, args.checkpoint, args.device)
     room = model.config.attention.max_seq_len - args.max_tokens
     first = [{"role": "system", "content": args.system}] if args.system else []
     sampling = Sampling(args.temperature, args.top_k, args.top_p, seed=args.seed)

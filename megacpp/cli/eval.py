@@ -6,16 +6,17 @@ import json
 import logging
 import os
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megacpp.cli.weights import find_tokenizer, held_out_documents, load_model
+from megacpp.cli.weights import find_tokenizer, held_out_documents, load_model, run_folder
 from megacpp.config.environment import ranks_started
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
 from megacpp.terminal.progress import counted
 from megacpp.terminal.screen import table
+from megacpp.urls import is_url
 
 if TYPE_CHECKING:
     from megacpp.run.harness import Subject
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class EvalArgs:
     """Run, and tasks to evaluate."""
 
-    run: str = setting(words="Folder of the run.", positional=True)
+    run: str = setting(words="Folder or URL of the run.", positional=True)
     tasks: str = setting(
         "", "Tasks by commas: fim, compiles, names of lm-eval, YAML files or folders of them."
     )
@@ -39,13 +40,16 @@ class EvalArgs:
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "Device of the model (auto: a GPU if there is one)."
     )
-    out: str = setting("", "File for figures and samples (empty: RUN/eval/WEIGHTS.json).")
+    out: str = setting(
+        "",
+        "File for figures and samples (empty: RUN/eval/WEIGHTS.json; of a URL: eval/WEIGHTS.json).",
+    )
     json: bool = setting(False, "Print one JSON object instead of a table.")
 
-    @property
+    @cached_property
     def folder(self) -> Path:
-        """Folder of the run."""
-        return Path(self.run)
+        """Folder of the run, or its copy."""
+        return run_folder(self.run, self.checkpoint)
 
 
 def evaluate(args: EvalArgs) -> int:
@@ -75,7 +79,7 @@ def evaluate(args: EvalArgs) -> int:
     figures = figures_of(found["results"])
     report = {
         "weights": args.checkpoint,
-        "run": str(args.folder),
+        "run": args.run,
         "results": figures,
         "documents": {name: n["effective"] for name, n in found["n-samples"].items()},
         "versions": found["versions"],
@@ -102,7 +106,8 @@ def prepared_file(args: EvalArgs) -> Path:
     Raises:
         ConfigError: it can't be written.
     """
-    out = Path(args.out) if args.out else args.folder / "eval" / f"{args.checkpoint}.json"
+    near = Path() if is_url(args.run) else args.folder
+    out = Path(args.out) if args.out else near / "eval" / f"{args.checkpoint}.json"
     if not args.folder.is_dir():
         raise config_error("run", args.run, "no such run folder", "give the folder of a run")
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megacpp.cli.weights import find_weights, tokenizer_path
+from megacpp.cli.weights import find_weights, run_folder, tokenizer_path
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
 from megacpp.terminal.screen import wrapped
@@ -17,7 +17,7 @@ class ExportArgs:
     """Weights, format, dtype and folder of an export."""
 
     run: str = setting(
-        words="Folder of the run, its final/ or one of its checkpoints.", positional=True
+        words="Folder or URL of the run, its final/ or one of its checkpoints.", positional=True
     )
     out: str = setting(words="Folder to write; it must not exist, or be empty.")
     to: Literal["hf", "hf-code"] = setting(
@@ -72,7 +72,7 @@ def _chosen(args: ExportArgs) -> str:
     """Return the folder of the requested weights."""
     if not args.checkpoint:
         return args.run
-    return str(find_weights(Path(args.run), args.checkpoint))
+    return str(find_weights(run_folder(args.run, args.checkpoint), args.checkpoint))
 
 
 def _tokenizer(folder: Path, run: Path | None) -> Path:

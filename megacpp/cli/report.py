@@ -11,15 +11,20 @@ from megacpp.config.settings import setting
 from megacpp.report.compare import comparison, differences
 from megacpp.report.data import gather
 from megacpp.report.page import page
+from megacpp.state.local_copy import local_copy
 from megacpp.terminal.screen import check_writable
+from megacpp.urls import is_url
 
 
 @dataclass(frozen=True)
 class ReportArgs:
     """Runs, and the file of their page."""
 
-    run: tuple[str, ...] = setting(words="Folders of runs.", positional=True)
-    out: str = setting("", "File of the page (empty: RUN/report.html; of several: compare.html).")
+    run: tuple[str, ...] = setting(words="Folders or URLs of runs.", positional=True)
+    out: str = setting(
+        "",
+        "File of the page (empty: RUN/report.html, report.html of a URL, compare.html of several).",
+    )
     json: bool = setting(False, "Print the page's data as JSON, write nothing.")
 
 
@@ -31,19 +36,23 @@ def report(args: ReportArgs) -> int:
     compare.html, in the current folder, shows their curves together, totals, and settings that
     differ.
     """
-    folders = [Path(word) for word in args.run]
+    folders = [Path(local_copy(word, "run", "records")) for word in args.run]
     out = check_writable("out", Path(args.out)) if args.out and not args.json else None
-    runs = [gather(folder) for folder in folders]
+    runs = [
+        gather(folder) | ({"folder": word} if is_url(word) else {})
+        for folder, word in zip(folders, args.run, strict=True)
+    ]
     alone = len(runs) == 1
     if args.json:
         found = runs[0] if alone else {"runs": runs, "differences": differences(runs)}
         print(json.dumps(found, indent=2))
         return 0
-    plain = folders[0] / "report.html" if alone else Path("compare.html")
+    near = Path() if is_url(args.run[0]) else folders[0]
+    plain = near / "report.html" if alone else Path("compare.html")
     path = out or check_writable("out", plain)
     path.write_text(page(runs[0]) if alone else comparison(runs), encoding="utf-8")
-    for folder, run in zip(folders, runs, strict=True):
+    for run in runs:
         for line in run["missing"]:
-            print(f"not there: {line}" if alone else f"{folder}: {line}", file=sys.stderr)
+            print(f"not there: {line}" if alone else f"{run['folder']}: {line}", file=sys.stderr)
     print(path)
     return 0

@@ -11,16 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from megacpp.cli.weights import find_tokenizer, find_weights, load_model
+from megacpp.cli.weights import find_tokenizer, find_weights, load_model, run_folder
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
+from megacpp.state.local_copy import shown
 
 
 @dataclass(frozen=True)
 class SampleArgs:
     """Prompts and settings of samples."""
 
-    run: str = setting(words="Folder of the run, or one of Hugging Face's format.", positional=True)
+    run: str = setting(
+        words="Folder or URL of the run, or of Hugging Face's format.", positional=True
+    )
     prompt: str = setting("", "Text to continue (empty: the model starts a document).")
     prompts: str = setting(
         "", "File of prompts in place of --prompt: one a line, or JSONL with `prompt`."
@@ -52,11 +55,6 @@ class SampleArgs:
     )
     json: bool = setting(False, "Print one JSON object for each prompt instead of text.")
 
-    @property
-    def folder(self) -> Path:
-        """Folder of the run."""
-        return Path(self.run)
-
 
 def sample(args: SampleArgs) -> int:
     """Continue texts with the weights of a run, up to --max-tokens or the end of the document.
@@ -71,9 +69,10 @@ def sample(args: SampleArgs) -> int:
     sampling = Sampling(
         args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.seed
     )
-    folder = find_weights(args.folder, args.checkpoint)
-    tokenizer = find_tokenizer(args.folder)
-    model = load_model(args.folder, args.checkpoint, args.device)
+    run = run_folder(args.run, args.checkpoint)
+    folder = shown(find_weights(run, args.checkpoint), args.run, run)
+    tokenizer = find_tokenizer(run)
+    model = load_model(run, args.checkpoint, args.device)
     begun = [[*tokenizer.opening, *(int(i) for i in tokenizer.encode(p))] for p in prompts]
     ids_of = [ids or [tokenizer.specials.bos] for ids in begun]
     live = len(prompts) == 1 and not args.json
@@ -98,7 +97,7 @@ def sample(args: SampleArgs) -> int:
             read = len(ids_of[first + row])
             new, fed = new + len(ids), fed + read + len(ids)
             report = {
-                "weights": str(folder),
+                "weights": folder,
                 "prompt": prompts[first + row],
                 "text": text.text,
                 "tokens": len(ids),

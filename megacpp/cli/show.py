@@ -14,6 +14,7 @@ from megacpp.config.schema import Config
 from megacpp.config.settings import as_json, setting
 from megacpp.model.count import count_parameters, published_reading, short, table_lines
 from megacpp.terminal.screen import columns, labelled, wrapped
+from megacpp.urls import is_url
 
 WIDE = 110  # columns from which presets show time and result
 
@@ -114,7 +115,7 @@ def _show_folder(args: ShowArgs, config: Config) -> int:
     from megacpp.interop.places import locate, read_model
     from megacpp.interop.settings import flags_between
 
-    folder = locate(args.from_, "from")
+    folder = locate(args.from_, "from", "weights" if args.check else "settings")
     model = read_model(folder)
     flags = flags_between(config.model, model)
     if args.json:
@@ -123,7 +124,8 @@ def _show_folder(args: ShowArgs, config: Config) -> int:
         print(json.dumps(content, indent=2))
     else:
         heading, *kinds = table_lines(model)
-        start = f"train.py {config.preset} --checkpoint.init {folder.folder}"
+        origin = args.from_ if is_url(args.from_) else folder.folder
+        start = f"train.py {config.preset} --checkpoint.init {origin}"
         print("\n".join([*wrapped(heading), *kinds, "", *wrapped(f"starts from it: {start}"), ""]))
         print("\n".join([f"{config.preset} with another start has these settings too:", *flags]))
     if args.check:

@@ -12,6 +12,7 @@ from megacpp.config.mix import corpus_folders
 from megacpp.config.schema import Config, DataConfig
 from megacpp.errors import config_error
 from megacpp.report.files import damaged, read_object
+from megacpp.state.local_copy import local_copy
 
 if TYPE_CHECKING:
     from megacpp.data.tokenizer import CorpusTokenizer
@@ -47,6 +48,15 @@ def find_weights(run: Path, checkpoint: str) -> Path:
         has = f"write --checkpoint {steps[-1]}" if steps else "train it first"
         raise config_error("checkpoint", checkpoint, f"{run} has no such weights", has)
     return folder
+
+
+def run_folder(source: str, checkpoint: str) -> Path:
+    """Return the folder of a run; of one at a URL a copy with the requested weights.
+
+    Raises:
+        ConfigError: the URL lacks them, or can't be read.
+    """
+    return Path(local_copy(source, "run", "weights", checkpoint))
 
 
 def is_hf_folder(folder: Path) -> bool:

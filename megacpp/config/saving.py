@@ -36,5 +36,5 @@ class CheckpointConfig:
     )
     init: str = setting(
         "",
-        "Weights to start from: a run, final/, a checkpoint, a Hugging Face folder (empty: none).",
+        "Weights to start from: a run, final/, checkpoint or Hugging Face folder, or a URL of one.",
     )

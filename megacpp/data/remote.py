@@ -7,10 +7,7 @@ ended. The oldest files leave when all together have more than `MOST_BYTES`.
 
 from __future__ import annotations
 
-import fcntl
 import fnmatch
-import hashlib
-import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,34 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megacpp.data.files import CARD, RECORD_SUFFIXES
+from megacpp.downloads import RemoteFile, fetch_file
 from megacpp.errors import DataError
 from megacpp.home import cache_folder
-from megacpp.urls import ATTEMPTS, NoStoreError, one_line, open_store, retried
+from megacpp.urls import ATTEMPTS, NoStoreError, one_line, open_store
 
 TAKEN = (*RECORD_SUFFIXES, ".txt", ".md")  # without --globs
-PIECE_BYTES = 1 << 20
 MOST_BYTES = 16 << 30  # of the cache, besides the file that is read and the next
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """File at a URL.
-
-    Attributes:
-        name: path in its file system.
-        bytes: its size; None: the server doesn't say.
-        tag: what changes with its content: an ETag, a checksum or a time.
-    """
-
-    name: str
-    bytes: int | None
-    tag: str
-
-    @property
-    def local(self) -> Path:
-        """Path of its copy in the cache."""
-        key = hashlib.sha256(f"{self.name}\0{self.bytes}\0{self.tag}".encode()).hexdigest()
-        return cache_folder() / "remote" / f"{key[:16]}-{self.name.rpartition('/')[2]}"
 
 
 @dataclass(frozen=True)
@@ -74,64 +50,15 @@ class RemoteFiles:
 
     def _fetch(self, file: RemoteFile) -> Path:
         """Return the local copy of a file, made now unless it is there."""
-        path = file.local
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_name(f"{path.name}.part").open("ab") as part:
-            fcntl.flock(part, fcntl.LOCK_EX)  # another process may fetch the same
-            if path.is_file():
-                path.touch()
-            else:
-                self._download(file, part)
-                Path(part.name).replace(path)
-        Path(part.name).unlink(missing_ok=True)
-        return path
-
-    def _download(self, file: RemoteFile, part: Any) -> None:
-        def attempt() -> None:
-            part.seek(0, 2)
-            try:
-                with self.system.open(file.name, "rb") as there:
-                    if part.tell():
-                        there.seek(part.tell())
-                    while piece := there.read(PIECE_BYTES):
-                        part.write(piece)
-                part.flush()
-                _compare(file, Path(part.name))
-            except (WrongBytesError, ValueError):  # a server that can't begin in the middle
-                part.truncate(0)
-                raise
-
         try:
-            retried(attempt)
+            fetch_file(self.system, file, file.local)
         except Exception as error:  # each file system has errors of its own
             raise DataError(
                 f"source={self.url}: {file.name} can't be fetched in {ATTEMPTS} attempts "
                 f"({one_line(error)}). Fix: check network and rights, and start again: what came "
                 "is kept."
             ) from None
-
-
-class WrongBytesError(Exception):
-    """Bytes that aren't those that the server announced."""
-
-
-def _compare(file: RemoteFile, part: Path) -> None:
-    """Compare a download with the size, and the MD5 that an ETag often is.
-
-    Raises:
-        WrongBytesError: they differ.
-        EOFError: it is too short.
-    """
-    size = part.stat().st_size
-    if file.bytes is not None and size < file.bytes:
-        raise EOFError(f"ended after {size:,} of {file.bytes:,} bytes")
-    if file.bytes is not None and size > file.bytes:
-        raise WrongBytesError(f"{size:,} bytes, announced {file.bytes:,}")
-    if re.fullmatch("[0-9a-f]{32}", file.tag):
-        with part.open("rb") as content:
-            found = hashlib.file_digest(content, "md5").hexdigest()
-        if found != file.tag:
-            raise WrongBytesError(f"MD5 {found}, announced {file.tag}")
+        return file.local
 
 
 def remote_files(url: str, globs: Sequence[str] = ()) -> RemoteFiles:
@@ -150,9 +77,7 @@ def remote_files(url: str, globs: Sequence[str] = ()) -> RemoteFiles:
         alone = bool(found)
         found = found or list(system.find(path, detail=True).values())
     except NoStoreError as error:
-        raise DataError(
-            f"source={url}: {error}. Fix: pip install 'megacpp[remote]', or check the URL."
-        ) from None
+        raise DataError(f"source={url}: {error}. Fix: {error.fix}.") from None
     except Exception as error:  # each file system has errors of its own
         words = one_line(error)
         raise DataError(
@@ -160,7 +85,7 @@ def remote_files(url: str, globs: Sequence[str] = ()) -> RemoteFiles:
         ) from None
     below = len(path.rstrip("/")) + 1
     taken = [
-        RemoteFile(info["name"], info.get("size"), _tag(info))
+        RemoteFile.listed(info)
         for info in sorted(found, key=lambda info: info["name"])
         if alone or _wanted(info["name"], info["name"][below:], globs)
     ]
@@ -179,11 +104,6 @@ def _wanted(name: str, below: str, globs: Sequence[str]) -> bool:
     if globs:
         return any(fnmatch.fnmatchcase(below if "/" in g else last, g) for g in globs)
     return name.endswith(TAKEN) and not any(part.startswith(".") for part in below.split("/"))
-
-
-def _tag(info: dict[str, Any]) -> str:
-    keys = ("ETag", "etag", "md5Hash", "sha256", "blob_id", "LastModified", "mtime", "created")
-    return next((str(info[key]).strip('"') for key in keys if info.get(key)), "")
 
 
 def _evict(next_file: Path | None) -> None:

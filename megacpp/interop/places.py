@@ -15,6 +15,7 @@ from megacpp.config.schema import Config
 from megacpp.errors import CheckpointError, config_error
 from megacpp.interop.hf_config import read_hf_config
 from megacpp.state.files import read_parsed
+from megacpp.state.local_copy import Part, local_copy
 from megacpp.state.manifest import NAME as MANIFEST
 from megacpp.state.manifest import DamagedError, read_json, read_manifest
 from megacpp.state.published import EXTRA, latest_checkpoint, read_extra
@@ -35,17 +36,18 @@ class WeightsFolder:
     run: Path | None = None
 
 
-def locate(source: str, key: str) -> WeightsFolder:
+def locate(source: str, key: str, part: Part = "weights") -> WeightsFolder:
     """Return the folder that a source names: of a run, its final weights or newest checkpoint.
 
     Args:
-        source: folder.
+        source: folder, or its URL, which is copied to the cache.
         key: setting that names it, for messages.
+        part: what is needed of the folder.
 
     Raises:
         ConfigError: no weights are known to be there.
     """
-    folder = Path(source)
+    folder = Path(local_copy(source, key, part))
     try:
         there = folder.is_dir()
     except OSError:  # a name that is too long, or a loop of links

@@ -33,7 +33,7 @@ def with_weights(
         CheckpointError: its settings can't be read.
     """
     folder = model_folder(config)
-    theirs = dataclasses.replace(config, model=read_model(locate(folder, INIT)))
+    theirs = dataclasses.replace(config, model=read_model(locate(folder, INIT, "settings")))
     before, there = flatten(config), flatten(theirs)
     given = {key: before[key] for key in sources if key.startswith("model.") and key in before}
     notes = [

@@ -14,6 +14,7 @@ from megacpp.interop.load import load_weights, open_source
 from megacpp.interop.places import WeightsFolder, locate, read_model, resumed_from, saved_step
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice
+from megacpp.state.local_copy import shown
 
 
 def check_start(config: Config) -> None:
@@ -44,7 +45,8 @@ def start_from(model: HybridLM, config: Config, part: Callable[[Tensor], Slice])
     load_weights(model, source, part, config.run.seed)
     step = saved_step(place)
     after = f" after {step:,} steps" if step else ""
-    lines = [f"weights of {place.folder}{after}; the optimizer starts anew"]
+    origin = shown(place.folder, config.checkpoint.init, place.run or place.folder)
+    lines = [f"weights of {origin}{after}; the optimizer starts anew"]
     if source.grown:
         new = config.model.vocab_size - read_model(place).vocab_size
         lines.append(f"{new:,} rows of the vocabulary are new: the mean of the others, and noise")

@@ -1,8 +1,10 @@
 """Copy of a run at a URL (`checkpoint.remote`), in the form of a run folder; no torch import here.
 
-    URL/config.json, metrics.jsonl, ...     what a resumed run goes on with
+    URL/config.json, metrics.jsonl, ...     what a resumed run goes on with, and a report reads
+    URL/samples/, memory/, tensorboard/     likewise
     URL/checkpoints/step-000100/            the files, and its manifest after all of them
     URL/checkpoints/latest                  after the manifest
+    URL/final/                              at the end; its manifest comes last, too
 
 A store renames nothing, so a manifest is what names a checkpoint as complete: it is the last file
 to come and the first to go. A run folder without the newest of these downloads it (`fetch`).
@@ -16,19 +18,18 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megacpp.config.schema import Config
+from megacpp.downloads import RemoteFile, fetch_file
 from megacpp.errors import CheckpointError, config_error
 from megacpp.state.files import PENDING, publish_folder, write_json, write_text
 from megacpp.state.manifest import (
     NAME,
     DamagedError,
     Manifest,
-    hash_file,
     parse_manifest,
     read_manifest,
 )
@@ -43,10 +44,13 @@ from megacpp.state.published import (
     name_in,
     step_of,
 )
+from megacpp.terminal.progress import progress_bars
 from megacpp.urls import ATTEMPTS, NoStoreError, one_line, open_store, retried
 
 KEY = "checkpoint.remote"
-BESIDE = ("config.json", "launch*.json", "*.jsonl")  # files of a run folder that go along
+# Files of a run folder that go along with a checkpoint.
+BESIDE = ("config.json", "launch*.json", "*.jsonl", "samples/*.txt", "memory/*.json")
+BESIDE += ("failures/*.txt", "tensorboard/*")
 UPLOADED = "uploaded.json"  # the newest checkpoint that a run folder has uploaded itself
 PROBE = "writable"  # an object that is written and removed at the start
 CHECK = "check the URL, the network and your rights"
@@ -64,21 +68,23 @@ class RemoteRun:
         url: of its folder.
         system: file system of fsspec.
         root: path of the folder in it.
+        sent: sizes and times of files beside checkpoints, as they were uploaded.
     """
 
     url: str
     system: Any
     root: str
+    sent: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False)
 
     def names(self) -> list[str]:
         """Return complete checkpoints, the one to resume from first, as a run folder has them."""
         found: dict[str, dict[str, Any]] = {}
-        for path, info in self._below("checkpoints").items():
+        for path, info in self.below("checkpoints").items():
             folder, _, file = path.rpartition("/")
             if STEP.fullmatch(folder):
                 found.setdefault(folder, {})[file] = info.get("size")
         whole = [name for name, files in found.items() if self._complete(name, files)]
-        named = name_in((self._read(f"checkpoints/{LATEST}") or b"").decode(errors="replace"))
+        named = name_in((self.read(f"checkpoints/{LATEST}") or b"").decode(errors="replace"))
         return [path.name for path in in_order([Path(name) for name in whole], Path(named))]
 
     def newer(self, folder: Path) -> str | None:
@@ -93,7 +99,7 @@ class RemoteRun:
             own = json.loads((folder / UPLOADED).read_bytes())
         except (OSError, ValueError):
             own = None
-        raw = self._read(f"checkpoints/{there[0]}/{NAME}") or b""
+        raw = self.read(f"checkpoints/{there[0]}/{NAME}") or b""
         return None if here and own == _mark(there[0], raw) else there[0]
 
     def extra(self, name: str) -> dict[str, Any]:
@@ -104,7 +110,7 @@ class RemoteRun:
         """
         with tempfile.TemporaryDirectory() as made:
             for file in (NAME, EXTRA):
-                (Path(made) / file).write_bytes(self._read(f"checkpoints/{name}/{file}") or b"")
+                (Path(made) / file).write_bytes(self.read(f"checkpoints/{name}/{file}") or b"")
             manifest = read_manifest(Path(made), "checkpoint")
             return checked_extra(Path(made), manifest)["extra"]
 
@@ -129,10 +135,40 @@ class RemoteRun:
             GoneError: the folder was replaced or deleted meanwhile.
             Exception: the store has failed `ATTEMPTS` times.
         """
-        run, there = path.parent.parent, f"checkpoints/{path.name}"
+        there, run = f"checkpoints/{path.name}", path.parent.parent
+        total = self._send(path, there, "checkpoint", sent, lambda: self.upload_beside(run))
+        if total:
+            latest = latest_text(path.name).encode()
+            retried(lambda: self._write(f"checkpoints/{LATEST}", latest))
+            if keep:
+                self._retire(path, keep, keep_every)
+        return total
+
+    def upload_final(self, run: Path, sent: Callable[[int, int], None]) -> int:
+        """Upload the final weights of a run folder, if it has any; return the bytes sent.
+
+        Args:
+            run: run folder.
+            sent: is told the bytes sent so far, and those of all files.
+
+        Raises:
+            Exception: the store has failed `ATTEMPTS` times.
+        """
+        final = run / "final"
+        return self._send(final, "final", "export", sent) if (final / NAME).is_file() else 0
+
+    def _send(
+        self,
+        path: Path,
+        there: str,
+        kind: str,
+        sent: Callable[[int, int], None],
+        beside: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Upload a published folder, its manifest last; return the bytes sent."""
         try:
-            raw, manifest = (path / NAME).read_bytes(), read_manifest(path, "checkpoint")
-            if retried(lambda: self._read(f"{there}/{NAME}")) == raw:
+            raw, manifest = (path / NAME).read_bytes(), read_manifest(path, kind)
+            if retried(lambda: self.read(f"{there}/{NAME}")) == raw:
                 return 0
             retried(lambda: self._remove(f"{there}/{NAME}"))
             total, done = sum(entry.bytes for entry in manifest.files.values()), 0
@@ -140,7 +176,7 @@ class RemoteRun:
                 retried(lambda name=name: self._put(path / name, f"{there}/{name}"))
                 done += entry.bytes
                 sent(done, total)
-            self.upload_beside(run)
+            beside()
             if (path / NAME).read_bytes() != raw:
                 raise GoneError(f"{path} was replaced")
         except (FileNotFoundError, DamagedError) as error:
@@ -149,22 +185,25 @@ class RemoteRun:
             raise GoneError(f"{path} is gone") from error
         if lost := _lacking(manifest, self._sizes(there)):
             raise OSError(f"{there}/{lost} hasn't the bytes that were sent")
-        write_json(run / UPLOADED, _mark(path.name, raw))
+        if kind == "checkpoint":
+            write_json(path.parents[1] / UPLOADED, _mark(path.name, raw))
         retried(lambda: self._write(f"{there}/{NAME}", raw))
-        latest = latest_text(path.name).encode()
-        retried(lambda: self._write(f"checkpoints/{LATEST}", latest))
-        if keep:
-            self._retire(path, keep, keep_every)
         return total
 
     def upload_beside(self, run: Path) -> None:
-        """Upload the files of a run folder that go along with a checkpoint."""
-        for path in sorted(run.iterdir()):
-            if path.is_file() and _goes_along(path.name):
-                content = path.read_bytes()
-                if path.suffix == ".jsonl":  # its last line may be in the making
-                    content = content[: content.rfind(b"\n") + 1]
-                retried(lambda name=path.name, content=content: self._write(name, content))
+        """Upload the files of a run folder that go along with a checkpoint, if they are new."""
+        for path in sorted(run.glob("*")) + sorted(run.glob("*/*")):
+            name = path.relative_to(run).as_posix()
+            if not path.is_file() or not goes_along(name):
+                continue
+            facts = path.stat().st_size, path.stat().st_mtime_ns
+            if self.sent.get(name) == facts:
+                continue
+            content = path.read_bytes()
+            if path.suffix == ".jsonl":  # its last line may be in the making
+                content = content[: content.rfind(b"\n") + 1]
+            retried(lambda name=name, content=content: self._write(name, content))
+            self.sent[name] = facts
 
     def _retire(self, path: Path, keep: int, keep_every: int) -> None:
         """Delete what the retention of a run folder would: later steps, and old ones."""
@@ -176,7 +215,7 @@ class RemoteRun:
             old = other > step or kept > keep
             if old and name not in here and not (keep_every and other % keep_every == 0):
                 retried(lambda name=name: self._remove(f"checkpoints/{name}/{NAME}"))
-                for file in self._below(f"checkpoints/{name}"):
+                for file in self.below(f"checkpoints/{name}"):
                     retried(lambda file=f"checkpoints/{name}/{file}": self._remove(file))
 
     # ---- download -------------------------------------------------------------------------------
@@ -209,20 +248,16 @@ class RemoteRun:
                     "Fix: free disk space or choose another --run.dir."
                 )
             say(f"fetching {name} from {self.url}: {size(total)}")
-            for file, entry in manifest.files.items():
-                there, here = f"checkpoints/{name}/{file}", pending / file
-
-                def attempt(there: str = there, here: Path = here, entry: Any = entry) -> None:
-                    self.system.get_file(f"{self.root}/{there}", str(here))
-                    if hash_file(here) != entry:
-                        raise DamagedError(f"{self.url}/{there}: is corrupt (SHA-256 differs)")
-
-                retried(attempt)
+            with progress_bars() as stage:
+                advance = stage(f"fetching {name}", total)
+                for file, entry in manifest.files.items():
+                    there = f"{self.root}/checkpoints/{name}/{file}"
+                    whole = RemoteFile(there, entry.bytes, entry.sha256)
+                    fetch_file(self.system, whole, pending / file, advance)
             if problems := verify(pending):
                 raise DamagedError(problems[0])
-            for file in self._below(""):
-                if "/" not in file and _goes_along(file):
-                    self._get(file, folder / file)
+            for file in filter(goes_along, self.below("")):
+                self._get(file, folder / file)
         except Exception as error:
             shutil.rmtree(pending, ignore_errors=True)
             if isinstance(error, CheckpointError):
@@ -237,7 +272,7 @@ class RemoteRun:
 
     # ---- the store ------------------------------------------------------------------------------
 
-    def _below(self, folder: str) -> dict[str, Mapping[str, Any]]:
+    def below(self, folder: str) -> dict[str, Mapping[str, Any]]:
         """Return the files below a folder, by their paths from it."""
         top = f"{self.root}/{folder}".rstrip("/")
         self.system.invalidate_cache()
@@ -248,23 +283,25 @@ class RemoteRun:
         return {path[len(top) + 1 :]: info for path, info in found.items()}
 
     def _sizes(self, folder: str) -> dict[str, int]:
-        return {name: info["size"] for name, info in retried(lambda: self._below(folder)).items()}
+        return {name: info["size"] for name, info in retried(lambda: self.below(folder)).items()}
 
     def _complete(self, name: str, sizes: Mapping[str, int]) -> bool:
         """Return whether a checkpoint has its manifest and, by their sizes, all files of it."""
-        raw = self._read(f"checkpoints/{name}/{NAME}") if NAME in sizes else None
+        raw = self.read(f"checkpoints/{name}/{NAME}") if NAME in sizes else None
         try:
             return raw is not None and not _lacking(parse_manifest(NAME, raw, "checkpoint"), sizes)
         except DamagedError:  # it came in part only
             return False
 
-    def _read(self, name: str) -> bytes | None:
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file, or None."""
         try:
             return self.system.cat_file(f"{self.root}/{name}")
         except FileNotFoundError:
             return None
 
     def _get(self, name: str, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         retried(lambda: self.system.get_file(f"{self.root}/{name}", str(path)))
 
     def _put(self, path: Path, name: str) -> None:
@@ -295,8 +332,7 @@ def remote_run(config: Config) -> RemoteRun:
     try:
         return RemoteRun(url, *open_store(url))
     except NoStoreError as error:
-        fix = "pip install 'megacpp[remote]', or check the URL"
-        raise config_error(KEY, url, str(error), fix) from None
+        raise config_error(KEY, url, str(error), error.fix) from None
     except Exception as error:  # each file system has errors of its own
         raise config_error(KEY, url, f"can't be opened ({one_line(error)})", CHECK) from None
 
@@ -356,8 +392,10 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _goes_along(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in BESIDE)
+def goes_along(name: str) -> bool:
+    """Return whether a file of a run folder, by its path, is one that goes along."""
+    path = PurePosixPath(name)
+    return any(path.parent == PurePosixPath(p).parent and path.match(p) for p in BESIDE)
 
 
 def _lacking(manifest: Manifest, sizes: Mapping[str, int]) -> str:

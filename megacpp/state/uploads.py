@@ -56,7 +56,7 @@ class Uploads:
         """Wait for the last upload, with lines of progress; return whether it has succeeded.
 
         Args:
-            run: run folder; its files go along once more.
+            run: run folder; its files go along once more, and its final weights if there is time.
             within_s: seconds to wait.
         """
         began = time.monotonic()
@@ -72,6 +72,9 @@ class Uploads:
         if not self.failed:
             try:
                 self.remote.upload_beside(run)
+                began = time.monotonic()
+                if math.isinf(within_s) and (sent := self.remote.upload_final(run, self._progress)):
+                    self._said("final", sent, began)
             except Exception as error:  # each file system has errors of its own
                 self.failed = f"files of {run} aren't at {self.remote.url} ({one_line(error)})"
         if self.failed:
@@ -97,8 +100,11 @@ class Uploads:
             return
         self.failed = ""
         if sent:
-            took = time.monotonic() - began
-            _say(f"uploaded {path.name} to {self.remote.url}: {size(sent)} in {took:.1f} s")
+            self._said(path.name, sent, began)
+
+    def _said(self, name: str, sent: int, began: float) -> None:
+        took = time.monotonic() - began
+        _say(f"uploaded {name} to {self.remote.url}: {size(sent)} in {took:.1f} s")
 
     def _progress(self, done: int, total: int) -> None:
         self._sent = (done, total)

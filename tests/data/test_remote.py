@@ -19,6 +19,7 @@ from megacpp.data import remote
 from megacpp.data.prepare import ensure_corpus
 from megacpp.data.sources import find_source, read_items
 from megacpp.data.spec import CorpusSpec
+from megacpp.downloads import RemoteFile
 from megacpp.errors import DataError
 from tests.conftest import make_bucket
 
@@ -148,8 +149,8 @@ def test_what_came_serves_the_next_start(there: str) -> None:
 def test_other_bytes_than_announced_are_refused(there: str, folder: Path) -> None:
     found, _ = through(there, breaks=0, flip=True)
     md5 = hashlib.md5((folder / "a.jsonl").read_bytes()).hexdigest()
-    one = remote.RemoteFile(found.files[0].name, found.files[0].bytes, md5)
-    with pytest.raises(DataError, match="WrongBytesError: MD5"):
+    one = RemoteFile(found.files[0].name, found.files[0].bytes, md5)
+    with pytest.raises(DataError, match=r"WrongBytesError: .*a.jsonl: is corrupt .MD5 differs"):
         list(remote.RemoteFiles(there, found.system, (one,), 0).fetched())
     assert not one.local.exists()
 

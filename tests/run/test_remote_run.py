@@ -69,7 +69,7 @@ def test_killed_in_an_upload_a_new_machine_goes_on(
     assert done.returncode != 0
     there = at(bucket)
     assert there.names() == ["step-000002"]
-    assert {name[:11] for name in there._below("checkpoints")} > {"step-000002", "latest"}
+    assert {name[:11] for name in there.below("checkpoints")} > {"step-000002", "latest"}
     done = train(corpus, tmp_path / "new", ranks, *flags)
     assert done.returncode == 0, done.stderr
     assert "fetching step-000002 from s3://" in done.stdout
@@ -77,7 +77,7 @@ def test_killed_in_an_upload_a_new_machine_goes_on(
     assert train(corpus, tmp_path / "straight", ranks).returncode == 0
     assert same(tmp_path / "new", tmp_path / "straight")
     assert there.names()[0] == "step-000005" and there.names()[-1] == "step-000002"
-    assert there._read("metrics.jsonl") == (tmp_path / "new/metrics.jsonl").read_bytes()
+    assert there.read("metrics.jsonl") == (tmp_path / "new/metrics.jsonl").read_bytes()
     again = train(corpus, tmp_path / "third", ranks, *flags)
     assert again.returncode == 0 and "nothing is left to train" in again.stdout
 

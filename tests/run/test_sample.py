@@ -315,7 +315,7 @@ def test_damaged_weights_are_refused(
 
 def test_defaults() -> None:
     args = parse_args(SampleArgs, ["runs/tiny"])
-    assert (args.folder, args.prompt, args.checkpoint) == (Path("runs/tiny"), "", "final")
+    assert (args.run, args.prompt, args.checkpoint) == ("runs/tiny", "", "final")
     assert (args.max_tokens, args.temperature, args.top_k, args.seed) == (200, 0.8, 50, 0)
     assert args.device == "auto" and not args.json
 
