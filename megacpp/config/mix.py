@@ -3,7 +3,7 @@
 `code=0.6,prose=0.4`: of every 5 rows, 3 are of code and 2 of prose.
 `code=1@0,code=0.5 prose=0.5@1000`: code alone, and from step 1000 on half of each.
 `prose=1,code=0`: prose alone; of code only held-out rows are read.
-`texts/notes=1,data/code=3`: texts that aren't prepared are, at the start of the run.
+`texts/notes=1,s3://bucket/code=3`: texts that aren't prepared are, at the start of the run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from megacpp.config.schema import DataConfig
 from megacpp.errors import ConfigError, config_error, shortened
+from megacpp.urls import is_url
 
 INDEX = "index.json"  # every corpus has one
 PREPARED = ".prepared"  # ends the folder of a corpus that a run has made
@@ -81,42 +82,34 @@ def _shares(weights: dict[str, Fraction]) -> dict[str, Fraction]:
 def source_folders(data: DataConfig) -> dict[str, Path]:
     """Return the folder of each corpus of a mixture by its name; empty without a mixture.
 
-    A name is the folder of that name beside `data.path`; a path has a slash. The corpus of texts
-    that aren't prepared is `NAME.prepared` beside `data.path`.
+    A name is the folder of that name beside `data.path`; a path or a URL has a slash. The corpus of
+    texts that aren't prepared is `NAME.prepared` beside `data.path`.
 
     Raises:
         ValueError: two folders would have the same name.
     """
     found: dict[str, Path] = {}
-    for path in _paths(data):
-        folder = _made_folder(data, path) if _is_raw(path) else path
-        if found.setdefault(path.name, folder) != folder:
-            raise ValueError(f"{found[path.name]} and {path} would have the same name")
+    for name, folder, _ in _sources(data):
+        if found.setdefault(name, folder) != folder:
+            raise ValueError(f"{found[name]} and {folder} would have the same name")
     return found
 
 
-def raw_sources(data: DataConfig) -> dict[Path, Path]:
+def raw_sources(data: DataConfig) -> dict[Path, str]:
     """Return what each corpus of a mixture is made of that the run itself prepares, by folder."""
-    found = {}
-    for path in _paths(data):
-        if _is_raw(path):
-            found[_made_folder(data, path)] = path
-    return found
+    return {folder: raw for _, folder, raw in _sources(data) if raw}
 
 
-def _paths(data: DataConfig) -> Iterator[Path]:
+def _sources(data: DataConfig) -> Iterator[tuple[str, Path, str]]:
+    """Yield name and folder of each corpus, and what it is made of (empty: it is prepared)."""
+    beside = Path(data.path).parent
     for word in _words(data.mix) if data.mix else ():
-        folder = word.rpartition("=")[0]
-        yield Path(folder) if "/" in folder else Path(data.path).parent / folder
-
-
-def _made_folder(data: DataConfig, raw: Path) -> Path:
-    return Path(data.path).parent / f"{raw.name}{PREPARED}"
-
-
-def _is_raw(path: Path) -> bool:
-    """Return whether a path exists and is no corpus: texts to prepare."""
-    return path.is_file() or (path.is_dir() and not (path / INDEX).is_file())
+        source = word.rpartition("=")[0]
+        path = Path(source) if "/" in source else beside / source
+        # Texts to prepare: at a URL, or what exists and is no corpus.
+        raw = is_url(source) or path.is_file() or (path.is_dir() and not (path / INDEX).is_file())
+        folder = beside / f"{path.name}{PREPARED}" if raw else path
+        yield path.name, folder, (source if is_url(source) else str(path)) if raw else ""
 
 
 def _words(mix: str) -> list[str]:

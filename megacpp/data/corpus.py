@@ -105,6 +105,14 @@ class Corpus:
         epoch, index = divmod(global_row, self.rows_per_epoch)
         return shuffled(index, self.rows_per_epoch, self.seed, epoch)
 
+    def row_tokens(self, global_row: int) -> int:
+        """Return the positions of a training row, by its global number, that aren't padding."""
+        if not self.train.learned:
+            return self.seq_len
+        begins, ends = self._whole["train"]
+        row = self.split_row(global_row)
+        return max(1, int(ends[row] - begins[row]) - 1)
+
     def train_batch(self, rows: Sequence[int]) -> Batch:
         """Return training rows by global number.
 

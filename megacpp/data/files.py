@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,11 @@ from megacpp.errors import DataError
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
 CARD = "README.md"  # beside record files it describes them
+# Words of a file's path that name its split, as hubs read them.
+TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
+OTHERS = re.compile(
+    r"(?<![a-z])(test(ing)?|eval(uation)?|val(id(ation)?)?|dev)(?![a-z])", re.IGNORECASE
+)
 CPP_GLOBS = ("*.h", "*.hpp", "*.cuh", "*.cpp", "*.cc", "*.cxx", "*.cu")
 # Text that is rarely training data; --globs selects it.
 DATA_SUFFIXES = {".json", ".csv", ".tsv", ".lock", ".log", ".svg", ".map", ".ipynb"}
@@ -77,6 +83,17 @@ def saved_files(folder: Path) -> list[Path]:
         ) from None
 
 
+def of_other_splits(names: Sequence[str]) -> list[str]:
+    """Return the record files that a data set holds out, by their paths in it.
+
+    Their names or folders have a word such as `test` or `validation`, and another's has `train`.
+    """
+    records = [name for name in names if name.endswith(RECORD_SUFFIXES)]
+    if not any(TRAIN.search(name) for name in records):
+        return []
+    return [name for name in records if OTHERS.search(name) and not TRAIN.search(name)]
+
+
 def suffix(path: Path) -> str:
     """Return a suffix such as `.txt` or `.jsonl.gz`, or the name of a file without a suffix."""
     whole = next((s for s in RECORD_SUFFIXES if path.name.endswith(s)), path.suffix.lower())
@@ -105,8 +122,14 @@ def _by_content(folder: Path) -> Chosen:
         taken[".md"] -= len(cards)
         taken += Counter()  # drops what is left without one
         skipped["card"] = Counter({CARD: len(cards)} if cards else {})
+    below = {path.relative_to(folder).as_posix(): path for path in files}
+    if out := [below[name] for name in of_other_splits(list(below))]:
+        skipped["split"] = Counter(map(suffix, out))
+        taken -= skipped["split"]
+        files = [path for path in files if path not in out]
     reasons = {
         "card": "describes the records, --globs takes it",
+        "split": "of another split than train, --globs takes it",
         "data": f"data, --globs '*{next(iter(skipped['data']), '')}' takes it",
     }
     lines = [

@@ -4,10 +4,11 @@
     source      code  prose code  code  prose code ...     code=0.6, prose=0.4
     its row     0     0     1     2     1     3 ...
 
-After any number of rows the rows of a source differ from its share by less than one. A stage that
-begins at a later step opens a segment at the first row of that step; the rows of the sources go on
-where they were. Segments are saved with the state, so that other steps after a resume (or another
-mixture) change no row that was read.
+After any number of rows the rows of a source differ from its share by less than one. Where rows
+are padded (conversations), tokens are counted instead (token_shares.py). A stage that begins at a
+later step opens a segment at the first row of that step; the rows of the sources go on where they
+were. Segments are saved with the state, so that other steps after a resume (or another mixture)
+change no row that was read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from megacpp.config.mix import MixStage
 from megacpp.data.batches import Batch
 from megacpp.data.conversations import ChatTemplate
 from megacpp.data.corpus import Corpus
+from megacpp.data.token_shares import TokenWalk
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import DataError, config_error
 from megacpp.model.documents import Documents
@@ -40,12 +42,14 @@ class Segment:
     Attributes:
         first_row: global number of its first row.
         shares: share of each source, by name.
-        before: rows of each source that earlier segments have read.
+        before: rows of each source that were read before.
+        tokens: tokens of each source that were read before and count; None: shares are by row.
     """
 
     first_row: int
     shares: Mapping[str, Fraction]
     before: Mapping[str, int]
+    tokens: Mapping[str, int] | None = None
 
     def place(self, row: int) -> tuple[str, int]:
         """Return the source of a global row, and the row's number within that source."""
@@ -91,7 +95,9 @@ class Mixture:
                 rule = f"{name} has another tokenizer than {self.names[0]}"
                 fix = f"prepare {corpus.path} with --tokenizer {self.first.path} --force"
                 raise config_error("data.mix", mix, rule, fix)
-        self.segments = [Segment(0, self.stages[0].shares, {})]
+        padded = any(corpus.train.learned for corpus in self.corpora.values())
+        self._no_tokens: dict[str, int] | None = {} if padded else None
+        self.restore({"segments": []})
 
     # ---- training rows --------------------------------------------------------------------------
 
@@ -99,17 +105,33 @@ class Mixture:
         """Begin a step at a global row; the first step of a stage opens a segment there."""
         shares = self.stages[bisect_right([stage.step for stage in self.stages], step) - 1].shares
         last = self.segments[-1]
-        if shares == last.shares:
+        goes_on = shares == last.shares and (last.tokens is None) == (self._no_tokens is None)
+        if last.tokens is not None:
+            before, tokens = self._walk(last).before(row)
+            self._mark = Segment(row, shares, before, tokens) if goes_on else None
+        elif not goes_on:
+            before = last.rows_before(row)
+        if goes_on:
             return
         if last.first_row == row:
-            self.segments[-1] = replace(last, shares=shares)
-        else:
-            self.segments.append(Segment(row, shares, last.rows_before(row)))
+            self._walks.pop(row, None)
+            self.segments.pop()
+        self.segments.append(Segment(row, shares, before, self._no_tokens))
 
     def place(self, row: int) -> tuple[str, int]:
         """Return the source of a global row, and the row's number within that source."""
         at = bisect_right([segment.first_row for segment in self.segments], row) - 1
-        return self.segments[at].place(row)
+        one = self.segments[at]
+        return one.place(row) if one.tokens is None else self._walk(one).place(row)
+
+    def _walk(self, one: Segment) -> TokenWalk:
+        """Return the order of the rows of a segment whose shares are by token."""
+        if one.first_row not in self._walks:
+            self._walks[one.first_row] = TokenWalk(
+                *(one.first_row, one.shares, one.before, one.tokens or {}),
+                lambda name, row: self.corpora[name].row_tokens(row),
+            )
+        return self._walks[one.first_row]
 
     def train_batch(self, rows: Sequence[int]) -> Batch:
         """Return training rows by global number, with their sources.
@@ -121,28 +143,33 @@ class Mixture:
         return self._joined(rows, places, lambda corpus, row: corpus.train_batch([row]))
 
     def state(self) -> dict[str, Any]:
-        """Return the segments as JSON."""
+        """Return the segments as JSON; one by token from the step on that began last."""
+        found = [*self.segments[:-1], self._mark or self.segments[-1]]
         return {
             "segments": [
                 {
                     "first_row": one.first_row,
                     "shares": {name: str(share) for name, share in one.shares.items()},
                     "before": dict(one.before),
+                    **({} if one.tokens is None else {"tokens": dict(one.tokens)}),
                 }
-                for one in self.segments
+                for one in found
             ]
         }
 
     def restore(self, state: Any) -> None:
-        """Restore the segments from `state`."""
+        """Restore the segments from `state`; without any the first stage begins."""
         self.segments = [
             Segment(
                 one["first_row"],
                 {name: Fraction(share) for name, share in one["shares"].items()},
                 dict(one["before"]),
+                one.get("tokens"),
             )
             for one in state["segments"]
-        ]
+        ] or [Segment(0, self.stages[0].shares, {}, self._no_tokens)]
+        self._walks: dict[int, TokenWalk] = {}  # by the first row of their segment
+        self._mark: Segment | None = None
 
     @property
     def counters(self) -> dict[str, Mixture]:
@@ -278,7 +305,10 @@ class Mixture:
 
     def describe(self) -> list[str]:
         """Return lines for the header of a run: shares by stage, then each source."""
-        lines = [f"mixture of {len(self.names)} corpora [{self.fingerprint}], shares exact by row"]
+        unit = "row" if self._no_tokens is None else "token"
+        lines = [
+            f"mixture of {len(self.names)} corpora [{self.fingerprint}], shares exact by {unit}"
+        ]
         for stage in self.stages:
             shares = ", ".join(f"{name} {float(s):.4g}" for name, s in stage.shares.items())
             lines.append(f"  from step {stage.step:,}: {shares}")

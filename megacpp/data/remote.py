@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacpp.data.files import CARD, RECORD_SUFFIXES
+from megacpp.data.files import CARD, RECORD_SUFFIXES, of_other_splits
 from megacpp.downloads import RemoteFile, fetch_file
 from megacpp.errors import DataError
 from megacpp.home import cache_folder
@@ -90,7 +90,9 @@ def remote_files(url: str, globs: Sequence[str] = ()) -> RemoteFiles:
         if alone or _wanted(info["name"], info["name"][below:], globs)
     ]
     if not globs and any(file.name.endswith(RECORD_SUFFIXES) for file in taken):
+        others = set(of_other_splits([file.name[below:] for file in taken]))
         taken = [file for file in taken if file.name.rpartition("/")[2] != CARD]
+        taken = [file for file in taken if file.name[below:] not in others]
     if not taken:
         rule = f"no file matches {' '.join(globs)}" if globs else f"no {', '.join(TAKEN)} file"
         raise DataError(

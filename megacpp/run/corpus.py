@@ -17,8 +17,9 @@ from megacpp.config.schema import Config
 from megacpp.data.corpus import Corpus
 from megacpp.data.mixture import Mixture
 from megacpp.data.shards import INDEX
-from megacpp.data.sources import TORCH_HEADERS
+from megacpp.data.sources import TORCH_HEADERS, find_source
 from megacpp.errors import DataError, config_error
+from megacpp.urls import is_url
 
 STAMP = "source.sha256"  # of the files that a run has prepared
 RunCorpus = Corpus | Mixture
@@ -55,23 +56,26 @@ def prepare_sources(config: Config) -> None:
         from megacpp.data.spec import CorpusSpec
 
         first = corpus_folders(config.data)[0]
-        spec = CorpusSpec(str(raw), vocab_size=config.model.vocab_size)
+        spec = CorpusSpec(raw, vocab_size=config.model.vocab_size)
         if folder != first:
-            spec = CorpusSpec(str(raw), tokenizer=str(first))
-        stamp, now = folder / STAMP, _stamp(raw)
-        same = stamp.is_file() and stamp.read_text() == now
-        print(f"data.mix: {raw} is {'prepared in' if same else 'being prepared for'} {folder}")
+            spec = CorpusSpec(raw, tokenizer=str(first))
         try:
+            stamp, now = folder / STAMP, _stamp(raw)
+            same = stamp.is_file() and stamp.read_text() == now
+            print(f"data.mix: {raw} is {'prepared in' if same else 'being prepared for'} {folder}")
             ensure_corpus(spec, folder, force=not same and folder.exists())
         except DataError as error:
             raise DataError(f"data.mix: {error}") from None
         stamp.write_text(now)
 
 
-def _stamp(raw: Path) -> str:
-    """Return a digest of names, sizes and times of a source's files."""
-    files = sorted(path for path in raw.rglob("*") if path.is_file()) or [raw]
-    facts = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+def _stamp(raw: str) -> str:
+    """Return a digest of names, sizes, and times or tags of a source's files."""
+    if is_url(raw):
+        facts = list(find_source(raw).facts())
+    else:
+        files = sorted(path for path in Path(raw).rglob("*") if path.is_file()) or [Path(raw)]
+        facts = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

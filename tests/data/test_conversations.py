@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megacpp.cli.main import main
 from megacpp.config.mix import mix_stages
+from megacpp.data import token_shares
 from megacpp.data.batches import IGNORED
 from megacpp.data.conversations import ChatTemplate
 from megacpp.data.corpus import Corpus
@@ -22,6 +25,7 @@ from megacpp.data.mixture import Mixture
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.shards import fingerprint, read_index
 from megacpp.data.sources import find_source, read_items
+from megacpp.data.token_shares import TokenWalk
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError, DataError
 from megacpp.interop.tokenizer import write_tokenizer
@@ -212,25 +216,109 @@ def test_tokens_that_are_not_learned_have_no_gradient(path: Path) -> None:
     assert 0 < moved_BT.double().mean() < 0.5
 
 
-def test_a_mixture_keeps_the_masks_and_the_template(path: Path, tmp_path: Path) -> None:
-    (tmp_path / "plain").mkdir()
+@pytest.fixture(scope="module")
+def plain(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Return a corpus of plain texts with the tokenizer of the conversations."""
+    home = tmp_path_factory.mktemp("plain")
+    (home / "texts").mkdir()
     for n in range(40):
-        (tmp_path / "plain" / f"{n}.txt").write_text(f"Paragraph {n} tells of {n}. " * 9)
-    spec = CorpusSpec(str(tmp_path / "plain"), tokenizer=str(path / "tokenizer.json"))
-    plain = Corpus(ensure_corpus(spec, tmp_path / "corpus").path, 64, seed=3)
-    (plain.path / "tokenizer_config.json").unlink()  # of a corpus that knows no template
+        (home / "texts" / f"{n}.txt").write_text(f"Paragraph {n} tells of {n}. " * 9)
+    spec = CorpusSpec(str(home / "texts"), tokenizer=str(path / "tokenizer.json"))
+    made = Corpus(ensure_corpus(spec, home / "corpus").path, 64, seed=3)
+    (made.path / "tokenizer_config.json").unlink()  # of a corpus that knows no template
+    return made
+
+
+def test_a_mixture_keeps_the_masks_and_the_template(path: Path, plain: Corpus) -> None:
     talks = Corpus(path, 64, seed=3)
     mixed = Mixture(
         {"plain": Corpus(plain.path, 64, 3), "talks": talks}, mix_stages("plain=1,talks=1")
     )
     batch = mixed.train_batch(range(8))
     for row in range(8):
-        corpus = (plain, talks)[row % 2]
-        assert torch.equal(batch.labels_BT[row], corpus.train_batch([row // 2]).labels_BT[0])
+        name, number = mixed.place(row)
+        corpus = plain if name == "plain" else talks
+        assert torch.equal(batch.labels_BT[row], corpus.train_batch([number]).labels_BT[0])
     assert mixed.path == path and mixed.validation_targets == sum(
         one.validation_targets for one in (plain, talks)
     )
     assert mixed.no_verdict.startswith(("plain: ", "talks: only answers count"))
+
+
+MIX = "plain=1,talks=3@0,plain=1,talks=1@5"
+
+
+def mixture(path: Path, plain: Corpus, mix: str = MIX) -> Mixture:
+    return Mixture(
+        {"plain": Corpus(plain.path, 64, 3), "talks": Corpus(path, 64, 3)}, mix_stages(mix)
+    )
+
+
+def test_shares_are_exact_by_token_where_rows_are_padded(path: Path, plain: Corpus) -> None:
+    """After any row of a stage a source is less than a row's tokens from its share of them."""
+    mixed = mixture(path, plain)
+    assert "shares exact by token" in mixed.describe()[0]
+    tokens, rows = Counter[str](), Counter[str]()
+    for row in range(400):
+        if row % 40 == 0:
+            mixed.begin_step(row // 40, row)
+        if row == 200:
+            tokens.clear()
+        name, number = mixed.place(row)
+        assert number == rows[name], "none is left out"
+        rows[name] += 1
+        text = mixed.train_batch([row]).ids_BT[0] != mixed.tokenizer.specials.pad
+        tokens[name] += mixed.corpora[name].row_tokens(number)
+        assert mixed.corpora[name].row_tokens(number) in (int(text.sum()), int(text.sum()) - 1)
+        for source, share in mixed.stages[row >= 200].shares.items():
+            assert abs(tokens[source] - share * tokens.total()) < 64
+    full = [mixed.corpora["talks"].row_tokens(n) for n in range(100)]
+    assert sum(full) < 0.9 * 64 * len(full), "else shares by row would pass"
+
+
+def test_every_rank_and_a_resumed_run_have_the_same_order(path: Path, plain: Corpus) -> None:
+    straight, found = mixture(path, plain), []
+    for step in range(9):
+        straight.begin_step(step, 7 * step)
+        found += [straight.place(row) for row in range(7 * step, 7 * step + 7)]
+    for stop in range(1, 9):
+        before, after = mixture(path, plain), mixture(path, plain, "talks=1")
+        for step in range(stop):  # a rank that reads the last rows of each step alone
+            before.begin_step(step, 7 * step)
+            assert before.place(7 * step + 6) == found[7 * step + 6]
+        state = json.loads(json.dumps(before.state()))
+        assert state["segments"][-1]["first_row"] == 7 * (stop - 1)
+        after.stages = before.stages
+        after.restore(state)
+        for step in range(stop, 9):
+            after.begin_step(step, 7 * step)
+            for row in range(7 * step, 7 * step + 7):
+                assert after.place(row) == found[row], (stop, row)
+    assert straight.place(0) == found[0], "rows that were read long ago"
+
+
+def test_a_mixture_that_was_saved_by_row_goes_on_by_token(path: Path, plain: Corpus) -> None:
+    mixed = mixture(path, plain)
+    state = {"segments": [{"first_row": 0, "shares": {"plain": "1/4", "talks": "3/4"}}]}
+    mixed.restore({"segments": [{**state["segments"][0], "before": {}}]})
+    assert Counter(mixed.place(row)[0] for row in range(8)) == {"plain": 2, "talks": 6}
+    mixed.begin_step(2, 8)
+    assert [one.tokens for one in mixed.segments] == [None, {}]
+    assert mixed.segments[1].before == {"plain": 2, "talks": 6}
+
+
+def test_places_that_were_forgotten_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = {"a": Fraction(1, 3), "b": Fraction(2, 3)}
+    args = 5, shares, {"a": 2}, {}, lambda name, row: 1 + (row * 7 + len(name)) % 5
+    whole = [TokenWalk(*args).place(row) for row in range(5, 105)]
+    monkeypatch.setattr(token_shares, "KEPT", 8)
+    walk = TokenWalk(*args)
+    assert [walk.place(row) for row in (104, 5, 60, 61)] == [
+        whole[row - 5] for row in (104, 5, 60, 61)
+    ]
+    rows, tokens = walk.before(55)
+    assert rows == Counter(name for name, _ in whole[:50]) + Counter(a=2)
+    assert sum(tokens.values()) == sum(args[4](*place) for place in whole[:50])
 
 
 def test_a_damaged_mask_is_found(path: Path, tmp_path: Path) -> None:

@@ -93,6 +93,39 @@ def test_the_card_of_a_data_set_at_a_url(tmp_path: Path, monkeypatch: pytest.Mon
     system.rm("/cards", recursive=True)
 
 
+NAMES = [
+    *("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"),
+    *("data/test-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"),
+    *("dev/part.jsonl", "latest_train.jsonl", "data/train_of_test.jsonl", "contest.jsonl"),
+]
+TAKEN = [name for name in NAMES if "train" in name or name == "contest.jsonl"]
+
+
+@pytest.mark.parametrize("where", ["folder", "URL"])
+def test_files_of_other_splits_are_no_training_texts(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder as it is downloaded from a hub: the name of a file or its folder has its split."""
+    monkeypatch.setenv("MEGACPP_CACHE", str(tmp_path / "cache"))
+    system = pytest.importorskip("fsspec").filesystem("memory")
+    for name in NAMES:
+        content = f'{{"text": "{name}"}}\n'.encode()
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / name).write_bytes(content)
+        system.pipe(f"/splits/{name}", content)
+    folder = str(tmp_path / "set") if where == "folder" else "memory://splits"
+    source = find_source(folder)
+    assert {d.text for d in read_items(source)} == set(TAKEN)
+    said = {"folder": "skipped 3 .jsonl: of another split than train", "URL": "3 other files are"}
+    assert any(said[where] in note for note in source.notes)
+    every = find_source(folder, globs=("*.jsonl",))
+    assert {d.text for d in read_items(every)} == set(NAMES)
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone/test.jsonl").write_text('{"text": "one split alone"}')
+    assert texts(tmp_path / "alone") == ["one split alone"]
+    system.rm("/splits", recursive=True)
+
+
 def test_a_streamed_data_set_gives_the_corpus_of_its_texts(tmp_path: Path) -> None:
     """A folder as a hub serves it, of two splits; the other one isn't read."""
     folder = tmp_path / "served"

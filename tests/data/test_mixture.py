@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp.config.mix import mix_stages, source_folders
+from megacpp.config.mix import mix_stages, raw_sources, source_folders
 from megacpp.config.schema import Config, DataConfig
 from megacpp.data.batches import IGNORED
 from megacpp.data.corpus import Corpus
@@ -210,6 +210,12 @@ def test_a_name_is_a_folder_beside_the_path() -> None:
         "prose": Path("../x/prose"),
         "more": Path("/abs/more"),
     }
+    far = DataConfig("data/x", "s3://b/a/notes/=1,hf://datasets/o/talks=2.5@0")
+    assert raw_sources(far) == {
+        Path("data/notes.prepared"): "s3://b/a/notes/",
+        Path("data/talks.prepared"): "hf://datasets/o/talks",
+    }
+    assert list(mix_stages(far.mix)[0].shares) == list(source_folders(far)) == ["notes", "talks"]
     assert source_folders(DataConfig()) == {}
     with pytest.raises(ValueError, match="would have the same name"):
         source_folders(DataConfig("data/x", "code=1@0,a/code=1@7"))

@@ -158,6 +158,27 @@ def test_texts_are_prepared_once_at_the_start(home: Path, ranks: int) -> None:
     shutil.rmtree(folder)
 
 
+def test_texts_at_a_url_are_a_source(home: Path, tmp_path: Path) -> None:
+    """They are fetched and prepared once, again when they have changed; a wrong URL is one line."""
+    texts = tmp_path / "far"
+    texts.mkdir()
+    for i in range(70):
+        (texts / f"{i}.txt").write_text(f"Word {i} is {i * i % 89} or less.\n" * 9)
+    url = f"file://{texts}"
+    mix, flags = f"corpus=1@0,corpus=1,{url}=1@1", ["--run.steps", "2"]
+    begun = start(home, "of-a-url", *flags, mix=mix)
+    assert begun.returncode == 0 and "val_loss/far=" in begun.stdout, begun.stderr
+    assert f"{url} is being prepared for {home / 'far.prepared'}" in begun.stdout
+    assert records(home / "of-a-url")[-1]["loss_by_source"].keys() == {"corpus", "far"}
+    (texts / "70.txt").write_text("One more.\n" * 9)
+    other = start(home, "of-a-url", "--run.steps", "3", mix=mix)
+    assert other.returncode == 4 and "the corpus [" in other.stderr
+    gone = start(home, "of-nowhere", mix=f"corpus=1,{url}er=1")
+    assert gone.returncode == 3 and len(gone.stderr.strip().splitlines()) == 1, gone.stderr
+    assert gone.stderr.startswith(f"error: data.mix: source={url}er: ") and "Fix: " in gone.stderr
+    shutil.rmtree(home / "far.prepared")
+
+
 def test_texts_that_cannot_be_prepared_are_one_line(home: Path) -> None:
     empty = home / "empty/texts"
     empty.mkdir(parents=True)
