@@ -21,7 +21,7 @@ from megacpp.cli.memory_generate import GenerationArgs, GenerationMemory
 from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.token_cache import TokenCache, mapped
+from megacpp.model.token_cache import TokenCache, mapped, reserve
 from parallel.simulate.fake import fake_tensors
 
 
@@ -49,21 +49,6 @@ def measured_memory(
     return _followed(config, args, device, nullcontext())
 
 
-def last_growth(prompt: int, new: int, window: int = 0) -> int | None:
-    """Return the tokens in the cache when it last doubles; None: it never grows.
-
-    Args:
-        prompt: tokens of the prompt, for which it has room.
-        new: new tokens, of which the last isn't fed.
-        window: tokens that are kept (0: all).
-    """
-    most = window or prompt + new
-    found, room = None, min(prompt, most)
-    while room < min(prompt + new - 1, most):
-        found, room = room, min(2 * (room + 1), most)
-    return found
-
-
 def _followed(
     config: ModelConfig,
     args: GenerationArgs,
@@ -85,34 +70,27 @@ def _followed(
         logits_BV, state = model.prefill(_ids(args.prompts, args.prompt_tokens, device))
         cache = live.now - weights - logits_BV.nbytes
         full = live.peak, cache
-        for grown in sorted(_growths(config, args)):
-            if grown > args.prompt_tokens:
-                state = mapped(state, partial(_full, tokens=grown))
-            live.restart()
-            logits_BV, state = model.step(_ids(args.prompts, 1, device)[:, 0], state)
-            cache = live.now - weights - logits_BV.nbytes
-            full = max(full, (live.peak, cache))
+        if fed := args.new_tokens - 1:  # the last one isn't
+            reserve(state, fed)
+            full = max(full, (live.peak, live.now - weights - logits_BV.nbytes))
+            for tokens in sorted({args.prompt_tokens, args.prompt_tokens + fed - 1}):
+                if tokens > args.prompt_tokens:
+                    state = mapped(state, partial(_full, tokens=tokens))
+                live.restart()
+                logits_BV, state = model.step(_ids(args.prompts, 1, device)[:, 0], state)
+                full = max(full, (live.peak, live.now - weights - logits_BV.nbytes))
         peak, cache = full
         return GenerationMemory(weights, cache, peak - weights - cache)
 
 
-def _growths(config: ModelConfig, args: GenerationArgs) -> set[int]:
-    """Return the tokens in caches of either kind, with a window and without, as they last grow."""
-    sizes = args.prompt_tokens, args.new_tokens
-    found = {last_growth(*sizes, window) for window in (0, config.attention.window)}
-    return {tokens for tokens in found if tokens is not None}
-
-
 def _full(part: Tensor | TokenCache, tokens: int) -> Tensor | TokenCache:
-    """Return a cache with room for so many tokens that are all there; a copy of other tensors.
+    """Return a cache that has so many tokens; a copy of other tensors.
 
     What a prompt leaves may be views of more.
     """
     if isinstance(part, Tensor):
         return part.clone()
-    buffers = tuple(b.new_zeros(len(b), part.kept(tokens), *b.shape[2:]) for b in part.buffers)
-    lengths_B = torch.full_like(part.lengths_B, tokens)
-    return replace(part, buffers=buffers, lengths_B=lengths_B, longest=tokens)
+    return replace(part, lengths_B=torch.full_like(part.lengths_B, tokens), longest=tokens)
 
 
 def _loss(model: HybridLM, ids_BT: Tensor) -> None:

@@ -1,4 +1,6 @@
-"""Cache of the tokens decoded so far: buffers that are written in place and grow by doubling.
+"""Cache of the tokens decoded so far: buffers that are written in place.
+
+`reserve` makes them once for all tokens to come; without it they grow by doubling.
 
 Legend: B rows, S cached tokens of the longest row, T new tokens.
 """
@@ -83,12 +85,22 @@ class TokenCache:
                 buffer[rows_B, self.lengths_B % size] = part_B1[:, 0].to(buffer.dtype)
         return replace(grown, lengths_B=self.lengths_B + 1, longest=self.longest + 1)
 
-    def with_room(self, tokens: int) -> TokenCache:
-        """Return the cache in buffers for `tokens` or more; new ones have twice the room."""
+    def with_room(self, tokens: int, more: int = 2) -> TokenCache:
+        """Return the cache in buffers for `tokens`; new ones have `more` times that room."""
         if all(buffer.shape[1] >= self.kept(tokens) for buffer in self.buffers):
             return self
-        room = self.kept(2 * tokens)
+        room = self.kept(more * tokens)
         return replace(self, buffers=tuple(_wider(b, room) for b in self.buffers))
+
+
+def reserve(states: list[Any], tokens: int) -> None:
+    """Make the buffers of all blocks' decoding states, in place, for so many further tokens."""
+
+    def wider(part: Tensor | TokenCache) -> Any:
+        return part if isinstance(part, Tensor) else part.with_room(part.longest + tokens, more=1)
+
+    for i, state in enumerate(states):  # the prompt's own buffers leave block by block
+        states[i] = mapped(state, wider)
 
 
 def joined(states: list[Any]) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megacpp.errors import config_error
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.prompts import read_prompts
-from megacpp.model.token_cache import chosen_rows
+from megacpp.model.token_cache import chosen_rows, reserve
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ def generate(
     model.eval()
     try:
         logits_BV, state = read_prompts(model, prompts) if max_tokens else (None, [])
+        reserve(state, max_tokens - 1)  # the last one isn't fed
         rows = list(range(len(prompts))) if max_tokens else []
         while rows:
             assert logits_BV is not None

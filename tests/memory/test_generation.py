@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from checkpointing.tracing.live_bytes import LiveBytes
-from megacpp.cli.generation import generation_memory, last_growth, measured_memory
+from megacpp.cli.generation import generation_memory, measured_memory
 from megacpp.cli.main import main
 from megacpp.cli.memory_generate import GenerationArgs
 from megacpp.config.presets import tiny
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.token_cache import TokenCache
 from megacpp.run.sample import GREEDY, generate
 from tests.model.small import variants
 
@@ -37,7 +36,7 @@ def test_the_estimate_is_what_tensors_with_values_take(name: str, new: int) -> N
 @pytest.mark.parametrize("window", [0, 16, 40])
 @pytest.mark.parametrize("pattern", ["AEMR", "A"])
 def test_generation_itself_takes_as_much(pattern: str, window: int) -> None:
-    """`generate` from prompt to last token, its caches growing on the way."""
+    """`generate` from prompt to last token, its caches made once."""
     base = tiny().model
     attention = replace(base.attention, window=window)
     config = replace(base, pattern=pattern, attention=attention, vocab_size=64)
@@ -50,26 +49,8 @@ def test_generation_itself_takes_as_much(pattern: str, window: int) -> None:
         generate(model, [[5] * 10] * 3, 40, GREEDY)
     found = generation_memory(config, args, gpu=False)
     assert found.weights == weights
-    # Between the step of the last growth and the last step stands the choice of tokens.
+    # Beside the last step stands the choice of tokens.
     assert found.cache + found.working == pytest.approx(live.peak, rel=0.02)
-
-
-def test_when_a_cache_grows_last() -> None:
-    assert [last_growth(10, new) for new in (1, 2, 13, 14)] == [None, 10, 10, 22]
-    cache, grown = TokenCache.filled(torch.zeros(1, 10, 2)), []
-    for tokens in range(10, 10 + 13):
-        room = cache.buffers[0].shape[1]
-        cache = cache.append(torch.zeros(1, 1, 2))
-        if cache.buffers[0].shape[1] > room:
-            grown.append(tokens)
-    assert grown == [10, 22]
-    assert [last_growth(10, 40, window) for window in (5, 10, 16, 30, 60)] == [
-        None,
-        None,
-        10,
-        22,
-        46,
-    ]
 
 
 def said(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> dict[str, Any]:

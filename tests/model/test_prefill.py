@@ -13,9 +13,11 @@ from bench.generate import work
 from megacpp.config.presets import tiny
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.causal_conv import last_inputs
+from megacpp.model import token_cache
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from megacpp.model.token_cache import TokenCache, chosen_rows, joined
+from megacpp.run.sample import generate
 from tests.model.small import small, variants
 from tests.state.small import build
 
@@ -96,6 +98,38 @@ def test_a_cache_grows_by_doubling_and_is_written_in_place() -> None:
         assert cache.parts_BS[0][0, :, 0].tolist() == list(range(t + 1))
     assert len(set(rooms)) <= 6  # copies of the whole, not one a token
     assert cache.lengths_B.tolist() == [40, 40]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_makes_every_cache_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the prompt and all new tokens: one copy of each buffer, which stays where it is."""
+    model, wider, made, places = model_of(MODELS[name]), token_cache._wider, [], []
+    monkeypatch.setattr(token_cache, "_wider", lambda *args: made.append(args[1]) or wider(*args))
+    step = model.step
+
+    def seen(ids_B: Tensor, state: Any) -> Any:
+        logits_BV, state = step(ids_B, state)
+        places.append([(b.data_ptr(), b.shape[1]) for b in buffers(state)])
+        return logits_BV, state
+
+    monkeypatch.setattr(model, "step", seen)
+    texts = generate(model, [[3, 4, 5], [6, 7, 8]], 40)
+    assert [len(text) for text in texts] == [40, 40] and len(places) == 39
+    assert all(place == places[0] for place in places)
+    assert len(made) == len(places[0])
+    assert set(made) <= {3 + 39, MODELS[name].attention.window}
+
+
+def buffers(state: Any) -> list[Tensor]:
+    """Return the buffers of all caches of a state."""
+    found: list[Tensor] = []
+
+    def noted(part: Any) -> Any:
+        found.extend(() if isinstance(part, Tensor) else part.buffers)
+        return part
+
+    token_cache.mapped(state, noted)
+    return found
 
 
 @pytest.mark.parametrize("tokens", [3, 5, 23])
