@@ -41,7 +41,7 @@ def local_copy(source: str, key: str, part: Part = "weights", checkpoint: str = 
     url = source.rstrip("/")
     try:
         remote = RemoteRun(url, *open_store(url))
-        names = remote.below("")
+        names = {name: info for name, info in remote.below("").items() if _is_below(name)}
         wanted = _records(names) if part == "records" else _weights(remote, names, checkpoint)
         if not wanted:
             raise _lacks(remote, names, key, part, checkpoint)
@@ -55,6 +55,11 @@ def local_copy(source: str, key: str, part: Part = "weights", checkpoint: str = 
     except Exception as error:  # each file system has errors of its own
         fix = "check the URL, the network and your rights"
         raise config_error(key, source, f"can't be fetched ({one_line(error)})", fix) from None
+
+
+def _is_below(name: str) -> bool:
+    """Return whether a key of a store is a path that stays below its folder."""
+    return not name.startswith("/") and ".." not in name.split("/")
 
 
 def shown(folder: Path, source: str, copy: Path) -> str:
