@@ -42,7 +42,7 @@ class TokenWalk:
         self._start = first_row, dict(rows), dict(tokens)
         self._tokens_of = tokens_of
         parts = math.lcm(*(share.denominator for share in shares.values()))
-        self._counts = {name: int(share * parts) for name, share in shares.items()}
+        self._counts = {name: int(share * parts) for name, share in shares.items() if share}
         all_counts = math.lcm(*self._counts.values())
         self._scales = {name: all_counts // count for name, count in self._counts.items()}
         self._parts = parts

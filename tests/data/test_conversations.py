@@ -307,6 +307,14 @@ def test_a_mixture_that_was_saved_by_row_goes_on_by_token(path: Path, plain: Cor
     assert mixed.segments[1].before == {"plain": 2, "talks": 6}
 
 
+def test_a_source_without_a_share_has_no_row(path: Path, plain: Corpus) -> None:
+    mixed = mixture(path, plain, "talks=1,plain=0@0,plain=1,talks=1@2")
+    for step in range(4):
+        mixed.begin_step(step, 9 * step)
+        names = {mixed.place(row)[0] for row in range(9 * step, 9 * step + 9)}
+        assert names == ({"talks"} if step < 2 else {"talks", "plain"})
+
+
 def test_places_that_were_forgotten_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = {"a": Fraction(1, 3), "b": Fraction(2, 3)}
     args = 5, shares, {"a": 2}, {}, lambda name, row: 1 + (row * 7 + len(name)) % 5
