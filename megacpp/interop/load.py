@@ -19,7 +19,7 @@ from torch import Tensor
 from megacpp.blocks.descriptor import HFTensor
 from megacpp.blocks.experts.descriptor import EXPERTS
 from megacpp.config.model import ModelConfig
-from megacpp.errors import CheckpointError
+from megacpp.errors import CheckpointError, shortened
 from megacpp.interop.hf_config import HFConfig, read_hf_config
 from megacpp.interop.links import Link, links, our_shapes, own_links, rows_in
 from megacpp.interop.places import WeightsFolder
@@ -31,7 +31,13 @@ from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, whole
 from megacpp.state.agreement import agreed, this_rank
 from megacpp.state.export import INDEX
-from megacpp.state.manifest import DamagedError, file_problems, read_manifest, stray_problems
+from megacpp.state.manifest import (
+    UNREADABLE,
+    DamagedError,
+    file_problems,
+    read_manifest,
+    stray_problems,
+)
 from megacpp.state.tensors import model_tensors
 from megacpp.terminal.progress import counted
 
@@ -203,7 +209,16 @@ def _hf_files(folder: Path) -> list[str]:
     """Return the names of the weights files of a Hugging Face folder."""
     index = folder / INDEX
     if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            inside = [n for n in names if Path(n).name == n and n.endswith(".safetensors")]
+            if wrong := names.difference(inside):
+                raise ValueError(f"{shortened(min(wrong))} is no safetensors file of the folder")
+            return sorted(names)
+        except UNREADABLE as error:
+            raise CheckpointError(
+                f"{index}: can't be read ({shortened(error)}). Fix: fetch the file again."
+            ) from None
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
     raise CheckpointError(

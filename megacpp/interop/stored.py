@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megacpp.errors import CheckpointError
+from megacpp.errors import CheckpointError, shortened
+from megacpp.state.manifest import UNREADABLE, whole_number
 
 OFFSETS = "DCP_SHARDING_INFO"
 Box = Sequence[tuple[int, int]]  # first and one past the last, of each dim
@@ -51,12 +52,12 @@ class StoredTensors:
         self._open = ExitStack()
         for name in files:
             try:
-                file = self._open.enter_context(safe_open(folder / name, framework="pt"))
-            except (OSError, SafetensorError) as error:
+                self._add(self._open.enter_context(safe_open(folder / name, framework="pt")))
+            except (SafetensorError, *UNREADABLE) as error:
                 raise CheckpointError(
-                    f"{folder / name}: can't be read ({error}). Fix: fetch the file again."
+                    f"{folder / name}: can't be read ({shortened(error)}). Fix: fetch the file "
+                    "again."
                 ) from None
-            self._add(file)
         self.shapes = {name: _extent(pieces) for name, pieces in self.pieces.items()}
 
     def close(self) -> None:
@@ -118,7 +119,10 @@ class StoredTensors:
             shape = tuple(file.get_slice(key).get_shape())
             offset = tuple(saved.get(key, {}).get("saved_offsets", [0] * len(shape)))
             name = key.removeprefix(self.prefix)
-            self.pieces.setdefault(name, []).append(StoredPiece(file, shape, offset))
+            others = self.pieces.setdefault(name, [])
+            if {len(offset), *(len(other.shape) for other in others)} - {len(shape)}:
+                raise ValueError(f"the pieces of {name} have different numbers of dims")
+            others.append(StoredPiece(file, shape, tuple(map(whole_number, offset))))
 
 
 def boxes_of(shape: Sequence[int], first: int, count: int) -> Iterator[list[tuple[int, int]]]:
