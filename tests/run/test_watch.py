@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import stat
+import subprocess
+import sys
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +25,9 @@ from megacpp.outcome import write_status
 from megacpp.run.lock import take
 from megacpp.run.monitor import TOKEN, serve
 from megacpp.run.vitals import prometheus, vitals
+from parallel.boundary import AccumulationBoundary
+from tests.launch import ROOT, forked
+from tests.test_run import SMALL
 
 
 @pytest.fixture
@@ -50,6 +58,37 @@ def test_a_run_in_two_or_three_lines(run: Path, capsys: pytest.CaptureFixture[st
     assert main(["watch", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["checkpoint"] == "step-000020"
     assert main(["watch", str(run / "none")]) == 2
+
+
+def test_on_a_terminal_runs_are_drawn_anew_until_they_end(run: Path) -> None:
+    """A pseudo-terminal: each look is drawn over the one before, and the last one stays."""
+    lock, (mine, theirs) = take(run), os.openpty()
+    command = [sys.executable, "-m", "megacpp", "watch", str(run), "--every", "0.1"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    text = ""
+    try:
+        while text.count("\x1b[J") < 2:
+            text += os.read(mine, 4096).decode()
+        assert process.poll() is None, "the run goes on"
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 30, "loss": 1.5}\n')
+        write_status(run, 0)
+        lock.release()
+        with suppress(OSError):  # the last writer has closed it
+            while more := os.read(mine, 4096):
+                text += more.decode()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(mine)
+    first, *others = text.replace("\r\n", "\n").split("\x1b[J")
+    assert first.startswith(f"{run}: running\n"), text
+    assert all(one.startswith(f"{run}: ") for one in others), text
+    height = first.count("\n")
+    assert text.count(f"\x1b[{height}A") == len(others) and height == 3
+    assert f"{run}: ended with 0\n" in others[-1] and "step 31/40  loss 1.5000" in others[-1]
 
 
 def test_a_killed_run_is_told_from_one_that_goes_on(run: Path) -> None:
@@ -107,6 +146,36 @@ def test_the_endpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.slow
+def test_a_run_with_an_endpoint_answers(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked in its fourth step, at a port that was free a moment before."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    accumulate = AccumulationBoundary.accumulate
+
+    def asked(self: AccumulationBoundary, batches: Any, step: int = 0) -> Any:
+        if step == 3:
+            answers = [fetch(port, path) for path in ("/status", "/metrics")]
+            (tmp_path / "answers").write_text(json.dumps(answers))
+        return accumulate(self, batches, step)
+
+    monkeypatch.setattr(AccumulationBoundary, "accumulate", asked)
+    flags = [*SMALL, "--data.path", str(corpus), "--run.dir", str(tmp_path / "run")]
+    flags += ["--run.steps", "5", "--run.monitor", str(port), "--train.device-batch-size", "2"]
+    done = forked("tiny", *flags)
+    assert done.returncode == 0, done.stderr
+    assert f"monitor: http://127.0.0.1:{port}/status and /metrics" in done.stdout
+    (code, status), (other, metrics) = json.loads((tmp_path / "answers").read_text())
+    assert code == other == 200 and "megacpp_up 1\n" in metrics
+    found = json.loads(status)
+    assert (found["state"], found["steps"]) == ("running", 5) and 1 <= found["step"] <= 3
+    with pytest.raises(urllib.error.URLError):
+        fetch(port, "/status")
 
 
 def test_other_addresses_need_the_token(run: Path) -> None:
