@@ -17,6 +17,7 @@ from types import FrameType
 from megacpp.outcome import PEER_LOST, launcher
 from megacpp.terminal.screen import INTERRUPTED
 
+INTERRUPT = bytes([signal.SIGINT])
 GRACE_S = 1.5  # from a second Ctrl-C to the end, whatever the main thread waits for
 
 
@@ -58,9 +59,12 @@ class StopRequest:
 
 
 def _leave_when_told_twice(reader: int) -> None:
-    """End the process after the second Ctrl-C."""
-    count = 0
-    while count < 2:
-        count += os.read(reader, 64).count(signal.SIGINT)
+    """End the process after the second Ctrl-C.
+
+    torchrun passes the first one on, and a SIGTERM at the second.
+    """
+    heard = b""
+    while not {signal.SIGINT, signal.SIGTERM}.intersection(heard.partition(INTERRUPT)[2]):
+        heard += os.read(reader, 64)
     time.sleep(GRACE_S)
     os._exit(INTERRUPTED)

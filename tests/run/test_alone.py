@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 from megacpp.errors import ConfigError
 from megacpp.outcome import started_ticks
 from megacpp.run import lock as locks
+from megacpp.run import preemption
 from megacpp.run.lock import FILE, take
 from megacpp.state.published import latest_checkpoint
 from tests.launch import ROOT, background, forked, until
@@ -150,6 +151,100 @@ def test_a_lock_that_is_deleted_before_it_is_granted(
     second.release()
 
 
+@contextmanager
+def run_in_a_session(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python command and its children in a session of their own; what is left is killed."""
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def ended(pids: list[int], within_s: float) -> bool:
+    """Return whether processes have ended after at most so many seconds."""
+    deadline = time.monotonic() + within_s
+    while any(started_ticks(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_rank_that_the_kernel_does_not_end_looks_for_its_launcher_each_step() -> None:
+    """As where there is no prctl: nothing but the check of a step ends this rank."""
+    code = (
+        "import os, time; from megacpp.run.preemption import StopRequest;"
+        "os.environ['TORCHELASTIC_RUN_ID'] = 'x'; rank = os.fork();"
+        "stop = None if rank else StopRequest();"
+        "print(os.getpid(), flush=True);"
+        "[time.sleep(0.05) for _ in iter(lambda: True if rank else not stop(), False)]"
+    )
+    with run_in_a_session("-c", code) as launcher:
+        assert launcher.stdout is not None
+        (rank,) = {int(launcher.stdout.readline()) for _ in range(2)} - {launcher.pid}
+        assert not ended([rank], 0.5), "its launcher lives"
+        launcher.kill()
+        assert ended([rank], 30)
+
+
+def test_ctrl_c_twice_ends_ranks_that_wait_for_ever(tmp_path: Path) -> None:
+    """Under torchrun, whose own patience is 30 s: two ranks that wait in C, where no handler runs.
+
+    torchrun passes the first one on, and a SIGTERM at the second: its ranks have sessions of their
+    own, which a terminal's Ctrl-C doesn't reach.
+    """
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import ctypes, os, pathlib; from megacpp.run.preemption import StopRequest\n"
+        "stop, libc = StopRequest(), ctypes.CDLL(None)\n"
+        "mutex = ctypes.create_string_buffer(64)\n"
+        "libc.pthread_mutex_lock(mutex)\n"
+        "pathlib.Path(__file__).with_name(f'rank-{os.getpid()}').touch()\n"
+        "libc.pthread_mutex_lock(mutex)\n"
+    )
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    with run_in_a_session(*agent) as process:
+        until(lambda: len([*tmp_path.glob("rank-*")]) == 2, process)
+        ranks = [int(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")]
+        try:
+            for _ in range(2):
+                os.killpg(process.pid, signal.SIGINT)
+                time.sleep(0.2)
+            assert ended(ranks, 15), "2 s and a loaded machine"
+        finally:
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_grace_after_a_second_ctrl_c_is_below_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, second: signal.Signals
+) -> None:
+    """Without a clock: what it sleeps, and then leaves with."""
+    reader, writer = os.pipe()
+    done: list[float] = []
+    monkeypatch.setattr(preemption.time, "sleep", done.append)
+    monkeypatch.setattr(preemption.os, "_exit", done.append)
+    os.write(writer, bytes([signal.SIGTERM, signal.SIGINT]))
+    os.write(writer, bytes([second]))
+    preemption._leave_when_told_twice(reader)
+    os.close(reader)
+    os.close(writer)
+    assert done[0] < 2 and done[1:] == [130]
+
+
 def flags(corpus: Path, folder: Path, ranks: int, *more: str) -> list[str]:
     own = ["--data.path", str(corpus), "--run.dir", str(folder), *more]
     return [*FLAGS, *own, "--train.device-batch-size", str(2 // ranks)]
@@ -161,6 +256,33 @@ def status(folder: Path) -> dict[str, Any]:
 
 def rows(folder: Path) -> int:
     return len(records(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_a_refused_start_leaves_a_save_alone_and_force_follows_a_stopped_holder(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """The command as it is typed; the other start is in the middle of a save."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    pending = folder / "checkpoints/step-000007.0123abcd.tmp/shard-00001.safetensors"
+    words = flags(corpus, folder, 1, "--run.steps", "2", "--checkpoint.every", "1")
+    with holder(folder) as other:
+        pending.parent.mkdir(parents=True)
+        pending.write_bytes(b"half")
+        for more in ([], ["--run.force"]):  # it beats
+            refused = forked(*words, *more)
+            assert refused.returncode == 2, refused.stderr
+            assert f"is in use by process {other.pid} on " in refused.stderr
+            assert pending.read_bytes() == b"half" and rows(folder) == 0
+        os.kill(other.pid, signal.SIGSTOP)
+        assert forked(*words).returncode == 2 and pending.exists()
+        done = forked(*words, "--run.force")
+        assert done.returncode == 0 and rows(folder) == 2, done.stderr
+        os.kill(other.pid, signal.SIGCONT)
+        assert other.wait(20) == 2
+    assert not pending.exists(), "the holder's save is given up with it"
 
 
 @pytest.mark.slow
@@ -235,19 +357,18 @@ def test_told_during_a_save(corpus: Path, tmp_path: Path, number: signal.Signals
 
 
 @pytest.mark.slow
-def test_ranks_end_with_their_killed_launcher(corpus: Path, tmp_path: Path) -> None:
-    """Kill torchrun: its two ranks are gone within 5 s and save nothing more."""
+@pytest.mark.parametrize("launcher", ["torchrun", "megacpp train"])
+def test_ranks_end_with_their_killed_launcher(corpus: Path, tmp_path: Path, launcher: str) -> None:
+    """Kill it: its two ranks are gone within 5 s and save nothing more."""
     folder = tmp_path / "run"
     words = flags(corpus, folder, 2, "--run.steps", "100000")
-    with background(*words, ranks=2) as agent:
+    ours = run_in_a_session("-m", "megacpp", "train", *words, "--nproc", "2")
+    with background(*words, ranks=2) if launcher == "torchrun" else ours as agent:
         until(lambda: rows(folder) >= 2, agent)
         ranks = children(agent.pid)
         assert len(ranks) == 2
         agent.kill()
-        deadline = time.monotonic() + 5
-        while any(started_ticks(pid) for pid in ranks):
-            assert time.monotonic() < deadline, "ranks outlive their launcher"
-            time.sleep(0.05)
+        assert ended(ranks, 5), "ranks outlive their launcher"
     assert latest_checkpoint(folder / "checkpoints") is None
     assert status(folder)["state"] == "running" and lease(folder)["ended"] is False
     done = forked(*flags(corpus, folder, 1, "--run.steps", "1"))

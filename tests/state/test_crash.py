@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -155,6 +156,21 @@ def test_killed_at_any_time(two: Path, record_property: Record) -> None:
         assert loaded_step(two) in (before, step)
     assert killed
     record_property("kill -9 at random in a save, resumed", killed)
+
+
+def test_a_save_writes_to_a_folder_of_its_own(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that another start in the same folder can't write into it, nor publish a mixture."""
+    publish, pending = checkpoint.publish_folder, []
+
+    def published(folder: Path, final: Path) -> None:
+        pending.append(folder.name)
+        publish(folder, final)
+
+    monkeypatch.setattr(checkpoint, "publish_folder", published)
+    save(two, 3)
+    save(two, 3)
+    assert len(set(pending)) == 2
+    assert all(re.fullmatch(r"step-000003\.\w{8}\.tmp", name) for name in pending)
 
 
 def test_a_failed_save_clears_its_folder(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
