@@ -56,11 +56,14 @@ TESTS = {
     "R10": ("NaN on one rank", "run/test_bad_steps.py parallel/test_guard.py"),
     "R11": ("spikes and rewinds", "run/test_rewind.py"),
     "R12": ("no label counts", "parallel/test_boundary.py"),
-    "R14": ("damaged corpora", "data/test_batches.py data/test_sources.py"),
+    "R14": (
+        "damaged corpora",
+        "data/test_batches.py data/test_sources.py run/test_damaged_corpus.py",
+    ),
     "R16": ("signals", "run/test_preemption.py"),
     "R19": ("ranks with less data", "data/test_loader.py run/test_evaluate.py"),
     "R20": ("every row once", "data/test_batches.py data/test_loader.py"),
-    "R21": ("hostile files", "state/test_hostile.py interop/test_refusals.py"),
+    "R21": ("hostile files", "state/test_hostile.py state/test_bombs.py interop/test_headers.py"),
     "R22": ("retention", "state/test_sound.py state/test_crash.py"),
     "R23": ("export and back", "interop/test_export.py"),
 }

@@ -1,0 +1,87 @@
+"""A corpus that is damaged under a run: it ends with 3, and goes on once the files are mended.
+
+Real processes (forked): a file that shrinks under a memory map would end them by SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacpp.state.published import latest_checkpoint
+from parallel.boundary import AccumulationBoundary
+from tests.launch import Done, forked
+from tests.run.test_preemption import FLAGS
+from tests.test_run import records
+
+pytestmark = pytest.mark.slow
+
+STEPS, AT = 8, 5
+
+
+def run(corpus: Path, folder: Path, ranks: int) -> Done:
+    own = ["--data.path", str(corpus), "--run.dir", str(folder), "--run.steps", str(STEPS)]
+    own += ["--checkpoint.every", "2", "--train.device-batch-size", str(2 // ranks)]
+    return forked(*FLAGS, *own, ranks=ranks)
+
+
+def truncate(corpus: Path) -> str:
+    """Truncate a shard, and return the words that name it."""
+    os.truncate(corpus / "train-00000.bin", 1000)
+    return f"{corpus / 'train-00000.bin'}: block "
+
+
+def reverse(corpus: Path) -> str:
+    """Reverse the starts of documents in place, and return the words that name them."""
+    path = corpus / "train-documents.bin"
+    with path.open("r+b") as file:
+        file.write(np.fromfile(path, "<u8")[::-1].tobytes())
+    return f"{path}: documents "
+
+
+@pytest.mark.parametrize(
+    ("damage", "ranks"),
+    [(truncate, 1), (truncate, 2), (reverse, 1)],
+    ids=["truncated", "truncated-two", "reversed"],
+)
+def test_a_run_goes_on_once_its_corpus_is_mended(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], str],
+    ranks: int,
+) -> None:
+    damaged, folder, twin = (tmp_path / name for name in ("corpus", "run", "twin"))
+    shutil.copytree(corpus, damaged)
+    accumulate = AccumulationBoundary.accumulate
+
+    def hit(self: AccumulationBoundary, batches: Any, step: int = 0) -> Any:
+        if step == AT and os.environ.get("RANK", "0") == "0":
+            (tmp_path / "said").write_text(damage(damaged))
+        return accumulate(self, batches, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AccumulationBoundary, "accumulate", hit)
+        done = run(damaged, folder, ranks)
+    assert done.returncode == 3, done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    said = (tmp_path / "said").read_text()
+    assert lines and all(said in line for line in lines), done.stderr
+    assert all(f"--out {damaged} --force`" in line for line in lines)
+    saved = latest_checkpoint(folder / "checkpoints")
+    assert saved is not None and saved.name == "step-000004"
+
+    shutil.copytree(corpus, damaged, dirs_exist_ok=True)
+    done = run(damaged, folder, ranks)
+    assert done.returncode == 0 and "resumed at step 4 of 8" in done.stdout, done.stderr
+    assert run(corpus, twin, ranks).returncode == 0
+    for one, two in zip(records(folder), records(twin), strict=True):
+        assert all(one[key] == two[key] for key in ("step", "loss", "grad_norm", "lr"))
+    name = "final/model.safetensors"
+    assert (folder / name).read_bytes() == (twin / name).read_bytes()
