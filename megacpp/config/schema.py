@@ -145,7 +145,10 @@ class TrainConfig:
         0, "Times the run may go back to a sound checkpoint and skip the rows since.", at_least=0
     )
     max_spikes: int = setting(
-        0, "Spikes of the loss in a row that rewind the run (0: none do).", "steps", at_least=0
+        0,
+        "Spikes of loss or gradient norm in a row that rewind the run (0: none).",
+        "steps",
+        at_least=0,
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "Device of every rank (auto: a GPU if there is one)."

@@ -62,8 +62,9 @@ class Health:
 
     In comparison, OLMo-core skips steps whose loss or norm is 6 sigma above the last 128 and lets
     NaN into that window, where it disables the rule until it leaves; the spike score of OLMo 2
-    (arXiv 2501.00656) counts values 7 sigma off the last 1,000. Spikes do enter the window here;
-    otherwise a loss that stays on a higher level would be reported forever.
+    (arXiv 2501.00656) counts values 7 sigma off the last 1,000. Spikes enter the window here, and
+    the average of norms as `warn` times it; otherwise a loss or a norm that stays on a higher level
+    would be reported forever.
 
     Args:
         alpha: weight of the newest gradient norm.
@@ -73,7 +74,8 @@ class Health:
         least: number of losses before any is called a spike.
 
     Attributes:
-        spikes: spikes of the loss in a row, up to the last step.
+        spikes: steps in a row, up to the last one, whose loss or gradient norm was reported; of the
+            first `least` steps none is counted.
     """
 
     def __init__(
@@ -105,8 +107,9 @@ class Health:
         Returns:
             Warnings, one line each.
         """
+        enough = len(self._losses) >= self.least
         found = [self._check_norm(grad_norm), self._check_loss(loss)]
-        self.spikes = self.spikes + 1 if found[1] else 0
+        self.spikes = self.spikes + 1 if enough and any(found) else 0
         return [f"step {step + 1}: {line}" for line in found if line]
 
     def figures(self) -> dict[str, float | None]:
@@ -135,7 +138,8 @@ class Health:
         if before > 0:
             self._ratio = norm / before
         self._weight += self.alpha * (1 - self._weight)
-        self._average += self.alpha / self._weight * (norm - before)
+        taken = min(norm, self.warn * before) if before > 0 else norm
+        self._average += self.alpha / self._weight * (taken - before)
         if self._ratio is None or self._ratio < self.warn:
             return ""
         word, limit = "warning", self.warn

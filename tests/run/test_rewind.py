@@ -60,12 +60,12 @@ def spoil(patch: pytest.MonkeyPatch, bad: Collection[int]) -> None:
     patch.setattr(AccumulationBoundary, "accumulate", spoiled)
 
 
-def blind(patch: pytest.MonkeyPatch) -> None:
+def blind(patch: pytest.MonkeyPatch, rows: range = BAD) -> None:
     """Have the loader jump over the bad rows."""
     take = Loader.take
 
     def jumping(self: Loader, n: int) -> Iterator[Batch]:
-        self.position = BAD.stop if self.position == BAD.start else self.position
+        self.position = rows.stop if self.position == rows.start else self.position
         return take(self, n)
 
     patch.setattr(Loader, "take", jumping)
@@ -130,6 +130,72 @@ def test_rewinds_are_bounded(corpus: Path, tmp_path: Path) -> None:
         assert [(one["from"], one["to"]) for one in rewinds(folder)] == [(9, 6), (9, 4)]
         again = run(corpus, folder, "--train.rewinds", "2")
         assert again.returncode == 5 and len(rewinds(folder)) == 2, "counted over all starts"
+
+
+def strengthen(patch: pytest.MonkeyPatch, rows: Collection[int]) -> None:
+    """Make the gradients of these rows' steps a thousand times larger."""
+    accumulate = AccumulationBoundary.accumulate
+
+    def larger(self: AccumulationBoundary, batches: Iterable[Batch], step: int = 0) -> StepSums:
+        taken = list(batches)
+        sums = accumulate(self, taken, step)
+        if any(row in rows for batch in taken for row in batch.rows):
+            for p in self.model.parameters():
+                assert p.grad is not None
+                p.grad.mul_(1000.0)
+        return sums
+
+    patch.setattr(AccumulationBoundary, "accumulate", larger)
+
+
+def held_out(folder: Path) -> float:
+    """Return the last held-out loss."""
+    return json.loads((folder / "evaluations.jsonl").read_text().splitlines()[-1])["loss"]
+
+
+def test_a_gradient_a_thousand_times_larger_is_clipped(
+    corpus: Path, tmp_path: Path, record_property: Record
+) -> None:
+    """One step of 30, with the usual limit of the norm and without one."""
+    losses = {}
+    for name, rows in (("clean", range(0)), ("clipped", range(40, 42)), ("free", range(40, 42))):
+        flags = ["--run.steps", "30", *(["--optim.clip-norm", "0"] if name == "free" else [])]
+        with pytest.MonkeyPatch.context() as patch:
+            strengthen(patch, rows)
+            done = run(corpus, tmp_path / name, *flags)
+        assert done.returncode == 0, done.stderr
+        losses[name] = held_out(tmp_path / name)
+        assert ("step 21: CRITICAL: gradient norm " in done.stdout) == bool(rows)
+    off = {name: abs(losses[name] / losses["clean"] - 1) for name in ("clipped", "free")}
+    assert off["clipped"] < 0.01 < off["free"], losses
+    record_property(
+        "held-out loss after one gradient x1000, off the clean run's by %", 100 * off["clipped"]
+    )
+
+
+def test_gradients_a_thousand_times_larger_rewind(
+    corpus: Path, tmp_path: Path, record_property: Record
+) -> None:
+    """Twenty steps: their rows are skipped, as if never read; the command twice does the same."""
+    flags = "--run.steps 64 --train.rewinds 1 --train.max-spikes 20 --checkpoint.every 40".split()
+    rows, found = range(80, 120), []
+    for name in ("run", "again"):
+        with pytest.MonkeyPatch.context() as patch:
+            strengthen(patch, rows)
+            done = run(corpus, tmp_path / name, *flags)
+        assert done.returncode == 0, done.stderr
+        saved = tmp_path / name / "checkpoints/step-000040"
+        assert f"20 spikes in a row: back to {saved}, rows 80 to 119 are skipped" in done.stdout
+        (one,) = rewinds(tmp_path / name)
+        found.append({key: value for key, value in one.items() if key != "path"})
+    assert found[0] == found[1] and (found[0]["from"], found[0]["to"]) == (60, 40)
+    with pytest.MonkeyPatch.context() as patch:
+        blind(patch, rows)
+        assert run(corpus, tmp_path / "twin", *flags).returncode == 0
+    weights = [tmp_path / name / "final/model.safetensors" for name in ("run", "again", "twin")]
+    one, *others = (path.read_bytes() for path in weights)
+    assert others == [one, one]
+    record_property("runs with 20 gradients x1000 equal bit for bit to one without their rows", 2)
 
 
 def test_spikes_rewind_too(corpus: Path, tmp_path: Path, record_property: Record) -> None:
