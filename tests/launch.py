@@ -71,19 +71,24 @@ def watched(command: Sequence[str]) -> Done:
 
 @contextmanager
 def background(
-    *flags: str, ranks: int = 1, agent: bool = False, env: Mapping[str, str] | None = None
+    *flags: str,
+    ranks: int = 1,
+    agent: bool = False,
+    env: Mapping[str, str] | None = None,
+    out: int = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen[str]]:
     """A run in a new interpreter that goes on beside the test; what is left of it is killed.
 
     Args:
         agent: under torchrun even if it has one rank.
         env: further variables.
+        out: where its output goes.
     """
     under = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     process = subprocess.Popen(
         [sys.executable, *(under if ranks > 1 or agent else []), "train.py", *kept_apart(flags)],
         cwd=ROOT,
-        stdout=subprocess.DEVNULL,
+        stdout=out,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from megacpp.run.blame import blame
 from megacpp.run.hang import group_timeout
 from megacpp.run.straggler import FILE, WINDOW, Straggler
 from parallel.boundary import AccumulationBoundary
-from tests.launch import forked
+from tests.launch import background, forked
+from tests.ranks import LONG_S
 from tests.test_run import ADAMW, SMALL
 
 
@@ -131,5 +134,71 @@ def test_a_hang_in_real_processes(
     assert "rank 0 waits in all_reduce " in line
     status = json.loads((folder / "status.json").read_text())
     assert status["code"] == 6 and status["message"] in line
+    told = {path.name: path.read_text() for path in (folder / "failures").glob("hang-rank-*.txt")}
+    assert told.keys() == {f"hang-rank-{rank}.txt" for rank in range(1 if stopped else 2)}
+    for text in told.values():  # a stopped rank writes nothing
+        assert text.startswith("step 2 (from 0), phase step\n")
+    waiting = told["hang-rank-0.txt"]
+    assert re.search(r"\n  File .*, in accumulate\n", waiting)
+    (wait,) = [line for line in waiting.splitlines() if line.startswith("waits in ")]
+    at = json.loads(wait.removeprefix("waits in "))
+    begun = re.findall(r"(?m)^collectives begun: (.*)$", "".join(told.values()))
+    assert at["op"] == "all_reduce" and at["members"] == [0, 1] and at["group"]
+    assert json.loads(begun[0])[at["key"]] == at["seq"] > 0
+    if not stopped:
+        late_one = told["hang-rank-1.txt"]
+        assert "waits in " not in late_one and re.search(r"\n  File .*, in late\n", late_one)
+        assert json.loads(begun[1])[at["key"]] < at["seq"]
+
+
+@pytest.mark.slow
+def test_output_that_nobody_reads_is_a_hang_with_a_name(corpus: Path, tmp_path: Path) -> None:
+    """A pipe behind rank 0 under torchrun, read up to the first step, and then full."""
+    folder, reader, writer = tmp_path / "run", *os.pipe()
+    flags = ["tiny", *SMALL, *ADAMW, "--data.path", str(corpus), "--run.dir", str(folder)]
+    flags += ["--run.steps", "100000", "--train.device-batch-size", "1"]
+    with background(*flags, "--run.timeout", "step=6", ranks=2, out=writer) as process:
+        said = b""
+        while not re.search(rb"step +1/100000", said):
+            more = os.read(reader, 4096)
+            said += more
+            assert process.poll() is None, process.communicate()
+        filler = os.open(f"/proc/self/fd/{writer}", os.O_WRONLY | os.O_NONBLOCK)
+        with suppress(BlockingIOError):
+            while os.write(filler, b"x"):
+                pass
+        _, err = process.communicate(timeout=LONG_S)
+    for handle in (reader, writer, filler):
+        os.close(handle)
+    status = json.loads((folder / "status.json").read_text())
+    assert status["code"] == 6, err
+    assert "run.timeout: no progress for 6 s in step " in status["message"]
+    assert re.search(r": rank 0 did not arrive, in step \d+, phase \w+, ", status["message"])
     stack = (folder / "failures/hang-rank-0.txt").read_text()
-    assert "phase step" in stack and "all_reduce" in stack and "in accumulate" in stack
+    assert "waits in " not in stack and re.search(r"\n    .*(print|write|flush)\(", stack), stack
+
+
+@pytest.mark.slow
+def test_a_straggler_in_real_processes(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 takes at least three times as long for 25 steps; the run goes on to its end."""
+    accumulate = AccumulationBoundary.accumulate
+
+    def slow(self: AccumulationBoundary, batches: Any, step: int = 0) -> Any:
+        began = time.monotonic()
+        found = accumulate(self, batches, step)
+        if os.environ["RANK"] == "1":
+            time.sleep(max(0.3, 2.5 * (time.monotonic() - began)))
+        return found
+
+    monkeypatch.setattr(AccumulationBoundary, "accumulate", slow)
+    flags = [*SMALL, *ADAMW, "--data.path", str(corpus), "--run.dir", str(tmp_path / "run")]
+    flags += ["--model.depth", "1", "--model.pattern", "F", "--train.device-batch-size", "1"]
+    done = forked("tiny", *flags, "--run.steps", str(WINDOW + 12), ranks=2)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if "is a straggler" in line]
+    assert said and all("warning: rank 1 is a straggler: " in line for line in said), said
+    lines = [json.loads(line) for line in (tmp_path / "run" / FILE).read_text().splitlines()]
+    assert {line["rank"] for line in lines} == {1}
+    assert json.loads((tmp_path / "run/status.json").read_text())["code"] == 0
