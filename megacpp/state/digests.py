@@ -36,7 +36,8 @@ class Digests:
     """Digests of a run's state every `run.digest_every` steps and before each save.
 
     Which ranks hold copies of the same part of a tensor is found once. All parts that the same
-    ranks hold make one number, so the all-reduce has two words for each such set of ranks.
+    ranks hold make one number, so the one all-reduce has two words for each such set of ranks, and
+    a word of each rank.
 
     Args:
         folder: folder of the run.
@@ -73,18 +74,20 @@ class Digests:
         digests = torch.stack([digest(tensors[name]) for name in names]).to(self.device)
         marks = torch.tensor([_mark(name) for name in names], device=self.device)
         mixed, total = digests * marks, (digests * marks).sum()
-        words = torch.full((2 * self._number,), LEAST, device=self.device)
+        rank, size = this_rank()
+        words = torch.full((2 * self._number + size,), LEAST, device=self.device)
         for own in sorted(set(self._sets.values())):
             held = [n for n, name in enumerate(names) if self._sets.get(name) == own]
             word = mixed[held].sum()
             words[2 * own], words[2 * own + 1] = word, ~word
+        words[rank - size] = total
         if is_distributed():
             dist.all_reduce(words, dist.ReduceOp.MAX)
-            dist.all_reduce(total)
-        if bool((words[::2] != ~words[1::2]).any()):
+        copies, totals = words.split([2 * self._number, size])
+        if bool((copies[::2] != ~copies[1::2]).any()):
             return self._named(dict(zip(names, digests.tolist(), strict=True)))
-        if this_rank()[0] == 0:
-            line = {"step": step, "digest": f"{int(total) % 2**64:016x}"}
+        if rank == 0:
+            line = {"step": step, "digest": f"{int(totals.sum()) % 2**64:016x}"}
             with (self.folder / FILE).open("a") as file:
                 file.write(json.dumps(line | {"s": time.perf_counter() - began}) + "\n")
         return ""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from megacpp.config.schema import MeshConfig, RunConfig
 from megacpp.state.digests import Digests, digest, recorded
@@ -53,6 +54,9 @@ def flipped(rank: int, size: int, mesh: MeshConfig, folder: Path) -> list[tuple[
     fill(tensors, 3)
     digests, rng, seen = Digests(folder, lambda: tensors, config, CPU), random.Random(1), []
     assert digests.difference(0) == ""
+    with CommDebugMode() as sent:
+        assert digests.difference(0) == ""
+    assert sent.get_total_counts() == 1, "one all-reduce"
     shared = sorted(digests._sets)
     for _ in range(FLIPS // 4):
         name, place, bit, guilty = (
