@@ -16,6 +16,7 @@ import pytest
 
 from megacpp.state.published import latest_checkpoint
 from parallel.boundary import AccumulationBoundary
+from tests.figures import Record
 from tests.launch import Done, forked
 from tests.run.test_preemption import FLAGS
 from tests.test_run import records
@@ -56,6 +57,7 @@ def test_a_run_goes_on_once_its_corpus_is_mended(
     monkeypatch: pytest.MonkeyPatch,
     damage: Callable[[Path], str],
     ranks: int,
+    record_property: Record,
 ) -> None:
     damaged, folder, twin = (tmp_path / name for name in ("corpus", "run", "twin"))
     shutil.copytree(corpus, damaged)
@@ -85,3 +87,4 @@ def test_a_run_goes_on_once_its_corpus_is_mended(
         assert all(one[key] == two[key] for key in ("step", "loss", "grad_norm", "lr"))
     name = "final/model.safetensors"
     assert (folder / name).read_bytes() == (twin / name).read_bytes()
+    record_property("runs whose corpus was damaged under them, mended and gone on bit for bit", 1)

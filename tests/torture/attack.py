@@ -101,12 +101,12 @@ def slow_disk() -> None:
 
 
 def slow() -> None:
-    """Add to each step three times what a step of the tests' model takes."""
+    """Add to each step several times what a step of the tests' model takes."""
     from parallel.boundary import AccumulationBoundary
 
     def late(self: Any, batches: Any, step: int = 0) -> None:
         if step >= STEP:
-            time.sleep(0.3)
+            time.sleep(0.5)
 
     before(AccumulationBoundary, "accumulate", late)
 
