@@ -25,14 +25,15 @@ from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import Place, held, kinds_of
 from megacpp.memory.forms.traced import TracedPart, request_of
 from megacpp.memory.forms.weights import LEFT_ALONE, Weight, weights
-from megacpp.memory.traffic import carried, gathers_again, traffic
+from megacpp.memory.traffic import gathers_again
 from megacpp.model.flops import ahead_flops, block_flops, train_flops_per_token
 from megacpp.model.pattern import layer_model
 from megacpp.model.regions import BLOCK, Region, layer_regions, regions_of
 from megacpp.model.stages import as_scheduled, microbatches_through, stage_parts
-from megacpp.speed.collectives import AxisSpread, spread
+from megacpp.speed.collectives import AxisSpread
 from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork
 from megacpp.speed.pipeline import Actions
+from megacpp.speed.sent import axes, between, block_transfers
 from megacpp.speed.step import BlockWork, StepWork, Transfer
 from megacpp.speed.traced import moved_by
 
@@ -89,9 +90,9 @@ def _mesh_work(config: Config, size: int, per_node: int) -> MeshWork:
         tuple(kinds for _, kinds, _ in stages),
         tuple(layer for _, _, layer in stages),
         axes(config, size, per_node),
-        mesh.pp == 1 and gathers_again(own, place, [stages[0][1]]),
+        gathers_again(own, place, kinds_of(config, size, 0)),
         tuple(_optimizer(config, place, stored)),
-        _between(config, size),
+        between(config, size),
         train_flops_per_token(model, own.row),
     )
 
@@ -141,6 +142,8 @@ def step_work(
         gather_bytes=own.compute,
         reduce_bytes=own.wide,
         reshard=found.reshard,
+        resident=train.gradient_sync == "resident",
+        stage_gathers=_stage_gathers(config) if found.reshard else 1,
         reduce_each=train.gradient_sync == "each",
         stages=stages if mesh.pp > 1 else (),
         schedule=mesh.pp_schedule,
@@ -153,32 +156,13 @@ def step_work(
     )
 
 
-def axes(config: Config, size: int, per_node: int) -> dict[str, AxisSpread]:
-    """Return the spread of each mesh axis over nodes: tp innermost, pp outermost."""
-    m = config.mesh
-    folded = m.dp_shard * m.cp * m.tp
-    shards = m.dp_shard * m.cp
-    replicas = spread(m.dp_replicate, folded, per_node)
-    return {
-        "tp": spread(m.tp, 1, per_node),
-        "cp": spread(m.cp, m.tp, per_node),
-        "ep": spread(m.ep, 1, per_node),
-        "data": spread(shards, m.tp, per_node) if shards > 1 else replicas,
-        "expert_data": spread(folded // m.ep, m.ep, per_node) if folded > m.ep else replicas,
-        "dp_replicate": replicas,
-        "pp": spread(m.pp, size // m.pp, per_node),
-    }
+def _stage_gathers(config: Config) -> int:
+    """Return how often a pipeline gathers weights that it frees after each forward.
 
-
-def _between(config: Config, size: int) -> tuple[Transfer, ...]:
-    """Return what replicas and owners of matrices send once a step."""
-    found = []
-    for (axis, what), count in traffic(config, size).parts.items():
-        if axis == "dp_replicate" and config.mesh.dp_shard * config.mesh.cp > 1:
-            found.append(Transfer("dp_replicate", "all_reduce", count))
-        elif axis == "muon" or (axis == "tp" and what == "gradients"):
-            found.append(Transfer("data" if axis == "muon" else "tp", "all_gather", count))
-    return tuple(found)
+    Those of the last forward's backward stay for all other backwards.
+    """
+    train = config.train
+    return 1 if config.mesh.pp == 1 or train.gradient_sync == "resident" else train.grad_accum + 1
 
 
 def _alone(config: Config, size: int) -> tuple[Config, int]:
@@ -220,7 +204,7 @@ class _Maker:
         self.config, self.generation, self.least = config, generation, least
         self.own, self.place = LocalShapes.on_rank(config, size, 0), Place.on_rank(config, size, 0)
         self.dtype = "fp8" if config.precision.fp8 != "off" else "bf16"
-        self.sent = self._sent(size)
+        self.sent = block_transfers(config, self.own, size)
         self.made: dict[tuple[str, frozenset[Region]], BlockWork] = {}
 
     def block(self, kind: str, pieces: frozenset[Region]) -> BlockWork:
@@ -229,37 +213,6 @@ class _Maker:
             make = self._mixer if kind[0] in KINDS else self._end
             self.made[kind, pieces] = make(kind, pieces)
         return self.made[kind, pieces]
-
-    def _sent(self, size: int) -> dict[str, tuple[Transfer, ...]]:
-        """Return what a pass of each kind of block sends, from the bytes of a step.
-
-        Experts' rows are sent by E blocks, keys and states by blocks that `cp` concerns, all else
-        evenly by all blocks.
-        """
-        config, mesh = self.config, self.config.mesh
-        if mesh.tp * mesh.ep * mesh.cp == 1:
-            return {}
-        kinds = [k for parts in kinds_of(config, size, 0) for k in parts if k[0] in KINDS]
-        total = {"tp": 0, "ep": 0, "cp": 0}
-        for (axis, what), count in carried(config, size).items():
-            if axis in total and what != "gradients":
-                total[axis] += count
-        found: dict[str, tuple[Transfer, ...]] = {}
-        meets = [k for k in kinds if KINDS[k[0]].context is not None]
-        for kind in dict.fromkeys(kinds):
-            here: list[Transfer] = []
-            for axis, mine in (
-                ("tp", kinds),
-                ("ep", [k for k in kinds if k[0] == "E"]),
-                ("cp", meets),
-            ):
-                if not total[axis] or kind not in mine:
-                    continue
-                once = total[axis] / (4 * len(mine))
-                how = "all_to_all" if axis == "ep" else "all_gather"
-                here += [Transfer(axis, how, once)] * 2
-            found[kind] = tuple(here)
-        return found
 
     def _products(self, w: Weight) -> tuple[list[Operator], list[Operator]]:
         """Return the products of a matrix, forward and backward."""

@@ -94,12 +94,14 @@ class StepWork:
         reduce_bytes: of a gradient that is reduced.
         overlapped: communication of the data axes runs beside compute.
         reshard: see `fsdp_tasks`.
+        resident: see `fsdp_tasks`.
         prefetch: see `fsdp_tasks`.
         reduce_each: see `fsdp_tasks`.
         stages: blocks of each pipeline stage, by number; empty: one stage.
         schedule: of the pipeline.
         actions: of a schedule that `pipeline.schedule` doesn't know.
         stage_bytes: of an activation that stages hand on.
+        stage_gathers: how often a pipeline gathers its weights in a step.
         optimizer: operators of the optimizer's step.
         optimizer_sent: collectives of it.
         tokens: of a step on one GPU, for the speed.
@@ -114,12 +116,14 @@ class StepWork:
     reduce_bytes: float = 4.0
     overlapped: bool = True
     reshard: bool = True
+    resident: bool = False
     prefetch: int | None = 1
     reduce_each: bool = False
     stages: Sequence[Sequence[int]] = ()
     schedule: str = "1f1b"
     actions: Actions = ()
     stage_bytes: float = 0.0
+    stage_gathers: int = 1
     optimizer: tuple[Operator, ...] = ()
     optimizer_sent: tuple[Transfer, ...] = ()
     tokens: float = 0.0
@@ -292,6 +296,8 @@ def _travel(step: StepWork, block: BlockWork, gpu: GpuSpec) -> Travel:
             continue
         inside = SLOWED * count * (1 - 1 / group.size) / (gpu.nvlink_gbs * gpu.nvlink_reached * 1e9)
         reduce += collectives.seconds(kind, count * step.reduce_bytes, group, gpu)
+        copies, own = step.axes.get(f"{axis} copies"), count * step.reduce_bytes / group.size
+        reduce += collectives.seconds("all_reduce", own, copies, gpu) if copies else 0.0
         back += inside * step.reduce_bytes * (2 if step.data == "ddp" else 1)
         if step.data != "ddp":
             gather += collectives.seconds("all_gather", count * step.gather_bytes, group, gpu)
@@ -314,9 +320,10 @@ def _one_stage(
         parts["exposed data"] += _open(step, travels, units)
         return parts
     _, exposed = fsdp_seconds(
-        units, step.microbatches, step.prefetch, step.reshard, step.reduce_each
+        units, step.microbatches, step.prefetch, step.reshard, step.reduce_each, step.resident
     )
-    gathers = step.microbatches * 2 - 1 if step.reshard else 1
+    gathers = step.microbatches * 2 - 1 if step.reshard else step.microbatches
+    gathers = 1 if step.resident else gathers
     reductions = step.microbatches if step.reduce_each else 1
     moved = sum(gathers * t.gather + reductions * t.reduce for t in travels)
     slowed = sum(gathers * t.slows[0] + reductions * t.slows[1] for t in travels)
@@ -347,19 +354,21 @@ def stage_times(step: StepWork, passes: Sequence[tuple[PassTime, PassTime]]) -> 
 
 
 def _open(step: StepWork, travels: Sequence[Travel], units: Sequence[UnitTime]) -> float:
-    """Return the exposed time of one gather and one reduction a step, and what they slow.
+    """Return the exposed time of a step's gathers and of one reduction, and what they slow.
 
-    Overlapped, the gather hides in the first forward and the reduction in the last backward, but
-    for one block's share.
+    Overlapped, a gather hides in a forward and the reduction in the last backward, but for one
+    block's share.
     """
+    times = step.stage_gathers
     gather, reduce = sum(t.gather for t in travels), sum(t.reduce for t in travels)
     if not step.overlapped or not gather + reduce:
-        return gather + reduce
+        return times * gather + reduce
     few = max(1, len(units))
     forward, backward = sum(u.forward for u in units), sum(u.backward for u in units)
-    found = max(gather / few, gather - BESIDE * forward)
+    found = times * max(gather / few, gather - BESIDE * forward)
     found += max(reduce / few, reduce - BESIDE * backward)
-    return found + sum(map(sum, (t.slows for t in travels))) * (1 - found / (gather + reduce))
+    slowed = sum(times * t.slows[0] + t.slows[1] for t in travels)
+    return found + slowed * (1 - found / (times * gather + reduce))
 
 
 def _pipelined(

@@ -98,6 +98,7 @@ def fsdp_tasks(
     prefetch: int | None = 1,
     reshard: bool = True,
     reduce_each: bool = False,
+    resident: bool = False,
 ) -> list[Task]:
     """Return the tasks of the forwards and backwards of all microbatches, as FSDP2 issues them.
 
@@ -107,6 +108,7 @@ def fsdp_tasks(
         prefetch: units whose gather may run ahead of the compute of the current one; None: any.
         reshard: gather again in the backward.
         reduce_each: reduce gradients in every microbatch, not in the last alone.
+        resident: gather in the first forward of the step alone, whatever `reshard`.
     """
     tasks: list[Task] = []
     computed: list[int] = []  # numbers of the compute tasks so far
@@ -121,7 +123,7 @@ def fsdp_tasks(
         return (len(tasks) - 1,)
 
     for number in range(microbatches):
-        again = reshard or number == 0
+        again = number == 0 or not resident
         for unit in units:
             after = gathered(unit) if again else ()
             tasks.append(Task(COMPUTE, unit.forward, after, f"forward {unit.name}"))
@@ -130,7 +132,7 @@ def fsdp_tasks(
         waiting: tuple[int, ...] = ()  # gathers are issued before the reductions they run beside
         for place in range(last, -1, -1):
             unit = units[place]
-            if reshard and place < last:
+            if reshard and not resident and place < last:
                 waiting = gathered(unit)
             if place < last and pending:
                 tasks.append(pending)
@@ -150,6 +152,7 @@ def fsdp_seconds(
     prefetch: int | None = 1,
     reshard: bool = True,
     reduce_each: bool = False,
+    resident: bool = False,
 ) -> tuple[float, float]:
     """Return the time of all microbatches and its part without compute, in seconds.
 
@@ -162,6 +165,7 @@ def fsdp_seconds(
         prefetch: see `fsdp_tasks`.
         reshard: see `fsdp_tasks`.
         reduce_each: see `fsdp_tasks`.
+        resident: see `fsdp_tasks`.
     """
     at, count = _longest_run(units)
     kept = units
@@ -169,7 +173,7 @@ def fsdp_seconds(
         kept = [*units[: at + ALIKE], *units[at + count :]]
 
     def simulated(units: Sequence[UnitTime], number: int) -> float:
-        return run(fsdp_tasks(units, number, prefetch, reshard, reduce_each)).end
+        return run(fsdp_tasks(units, number, prefetch, reshard, reduce_each, resident)).end
 
     def of_units(units: Sequence[UnitTime]) -> float:
         few = min(microbatches, STEADY)

@@ -67,7 +67,14 @@ def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[StreamSpan]:
         if step.data != "fsdp" or not step.overlapped:
             units = [unit._replace(gather=0.0, reduce=0.0) for unit in units]
         line = run(
-            fsdp_tasks(units, step.microbatches, step.prefetch, step.reshard, step.reduce_each)
+            fsdp_tasks(
+                units,
+                step.microbatches,
+                step.prefetch,
+                step.reshard,
+                step.reduce_each,
+                step.resident,
+            )
         )
         found = [
             StreamSpan(task.stream, task.name, start, task.seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from megacpp.model.flops import forward_flops_per_token
 from megacpp.speed.hardware import Rates, gpu
 from megacpp.speed.operators import Attend, Passes, Product
 from megacpp.speed.ours import step_work
-from megacpp.speed.step import least_seconds, predict
+from megacpp.speed.step import least_seconds, passes_of, predict, unit_times
 from megacpp.speed.traced import launches, memory_bound
 from parallel.pipeline import SCHEDULES
 
@@ -50,6 +51,51 @@ def test_blocks_send_the_bytes_that_are_counted() -> None:
     gathered = sum(b.dense for b in step.blocks)
     alone = sum(b.dense for b in step_work(config_of("dense_110m"), 1, "H100").blocks)
     assert gathered == pytest.approx(alone / 2)  # tp halves matrices; norms stay in fp32
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "times", "bytes_"),
+    [
+        ("all_gather", "all_gather", 1, 32768 * 4 * 128 * 2),  # keys and values of all tokens
+        ("heads", "all_to_all", 2, 8192 * (2 * 12 * 64 + 4 * 128)),  # half of both, in bf16
+        ("ring", "send", 3, 8192 * 4 * 128 * 2 * 2),  # a block there, two blocks and more back
+    ],
+)
+def test_attention_starts_as_many_collectives_as_it_makes(
+    how: str, kind: str, times: int, bytes_: int
+) -> None:
+    words = ("dense_110m", "--mesh.cp", "4", "--mesh.cp-attention", how)
+    words += ("--data.seq-len", "32768", "--train.device-batch-size", "1")
+    step = step_work(config_of(*words, size=4), 4, "H100")
+    sent = next(b for b in step.blocks if b.kind == "A").sent_forward
+    assert [(t.kind, t.bytes) for t in sent] == [(kind, pytest.approx(bytes_))] * times
+
+
+def test_replicas_add_up_gradients_beside_the_backward() -> None:
+    """On four machines of eight GPUs, each with all shards: an all-reduce of an eighth."""
+    words = "nam56r_quarter", "--train.device-batch-size", "1", "--mesh.dp-replicate", "4"
+    config = config_of(*words, size=32)
+    step, machine = step_work(config, 32, "H100"), gpu("H100")
+    assert step.axes["data copies"] == (4, 1) and step.axes["data"] == (8, 8)
+    block = max(step.blocks, key=lambda b: b.dense)
+    found = unit_times(step, passes_of(step, machine, Rates()), machine)[step.blocks.index(block)]
+    by_hand = 4 * block.dense * 7 / 8 / (450 * 0.79e9) + 50e-6
+    by_hand += 2 * 4 * block.dense / 8 * 3 / 4 / (50 * 0.92e9) + 135e-6
+    assert found.reduce == pytest.approx(by_hand)
+    assert all(sent.axis != "dp_replicate" for sent in step.optimizer_sent)
+    alone = config_of(*words[:3], "--mesh.dp-replicate", "8", size=8)  # they take the shards' place
+    assert step_work(alone, 8, "H100").axes["data copies"].size == 1
+
+
+@pytest.mark.parametrize(("words", "gathers"), [((), 5), (("--mesh.reshard", "never"), 1)])
+def test_a_pipeline_gathers_weights_that_it_freed(words: tuple[str, ...], gathers: int) -> None:
+    """In each of four forwards and before the first backward, as the bytes of a step say."""
+    config = config_of("nam52_deep_base", "--mesh.pp", "2", *words, size=64)
+    step = step_work(config, 64, "H100")
+    assert config.train.grad_accum == 4 and step.stage_gathers == gathers
+    exposed = predict(step, gpu("H100"), Rates()).parts["exposed data"]
+    once = predict(replace(step, stage_gathers=1), gpu("H100"), Rates()).parts["exposed data"]
+    assert exposed > once if gathers > 1 else exposed == once
 
 
 def test_tensor_parallelism_halves_products_and_attention() -> None:

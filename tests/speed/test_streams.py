@@ -45,6 +45,18 @@ def test_with_prefetch_the_first_gather_is_exposed() -> None:
     assert fsdp_seconds(slow, 1, None, reshard=False)[1] == pytest.approx(5 * 3 + 2 - 10)
 
 
+@pytest.mark.parametrize(
+    ("settings", "gathers"),
+    [({}, 2 * 3 * 5 - 3), ({"reshard": False}, 3 * 5), ({"resident": True}, 5)],
+)
+def test_a_step_gathers_as_often_as_its_settings_say(
+    settings: dict[str, bool], gathers: int
+) -> None:
+    """In each pass, in each forward, or once a step; the last unit is whole in its backward."""
+    tasks = fsdp_tasks([UnitTime(2.0, 4.0, 1.0, name="A")] * 5, 3, **settings)
+    assert sum(task.name == "gather A" for task in tasks) == gathers
+
+
 def test_the_last_reduction_is_exposed() -> None:
     units = [UnitTime(2.0, 4.0, 0.0, 1.0)] * 5
     assert fsdp_seconds(units, 3)[1] == pytest.approx(1.0)
