@@ -3,9 +3,9 @@
     python tests/docs/run_chapter.py docs/05-mamba3.md [--update-docs]
 
 A python block that prints is followed by an output block with exactly what it printed. The
-working folder is a fresh temporary one. A ```console block is a command (`$ ...`) and what it
-prints: `megacpp` runs in this process and in that folder, `python` in one of its own in the
-checkout. What follows `|` is the shell's.
+working folder is a fresh temporary one. A ```console block is a command (`$ ...`, its lines ended
+by backslashes) and what it prints: `megacpp` runs in this process and in that folder, `python` in
+one of its own in the checkout. What follows `|` is the shell's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from megacpp.cli.main import main
 
 FENCE = re.compile(r"^```(python|output|console)\n(.*?)^```\n", re.S | re.M)
+COMMAND = re.compile(r"\$ (?:.*\\\n)*.*\n")
 ROOT = Path(__file__).parents[2]
 
 
@@ -50,8 +51,8 @@ def run_chapter(path: Path, update: bool = False) -> int:
                 printed = _execute(match[2], names, path, line)
                 continue
             if match[1] == "console":
-                command, _, _ = match[2].partition("\n")
-                printed = f"{command}\n{_run(command.removeprefix('$ '))}"
+                command = COMMAND.match(match[2])[0]  # type: ignore[index]
+                printed = command + _run(command[2:].replace("\\\n", " ").strip())
             compared += 1
             if not update and printed != match[2]:
                 raise DriftError(f"{path.name}:{line}: shows\n{match[2]}but prints\n{printed}")

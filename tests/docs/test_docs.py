@@ -91,7 +91,7 @@ def test_a_drifted_figure_fails(tmp_path: Path) -> None:
     ("command", "printed"),
     [
         ("python -c 'print(1 + 1)'", "2"),
-        ("megacpp --version", __version__),
+        ("megacpp \\\n    --version", __version__),
         ("megacpp explain tiny --mesh.tp 2 --world 2 | head -n 1", "tiny on 2 rank(s): tp=2"),
     ],
 )
