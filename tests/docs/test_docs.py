@@ -55,6 +55,21 @@ def test_a_chapter_imports_what_is_installed(chapter: Path) -> None:
     )
 
 
+def section(chapter: Path, heading: str) -> str:
+    """Return a section of a chapter."""
+    return chapter.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS[21:42], ids=lambda p: p.stem)
+def test_a_chapter_asks_what_its_program_answers(chapter: Path) -> None:
+    asked, _, answers = section(chapter, "Questions").partition("<summary>Answers</summary>")
+    assert re.findall(r"^(\d)\. ", asked, re.M) == ["1", "2", "3"]
+    assert re.search(r"^```(?:console|output)\n.+?^```$", answers, re.M | re.S)
+    costs = section(chapter, "What it costs")
+    assert re.search(r"\bms\b|\bmilliseconds?\b", costs), "a cost in time"
+    assert re.search(r"\b(?:bytes?|[KMGT]i?B)\b", costs), "a cost in bytes"
+
+
 def test_a_chapter_runs_outside_of_the_checkout(tmp_path: Path) -> None:
     """With the four installed packages on the path, and nothing else of this repository."""
     installed = tmp_path / "installed"
