@@ -17,7 +17,7 @@ from megacpp.interop import keys
 from megacpp.interop.features import BY_CODE, FEATURES, blocked, features, letters, settings_for
 from megacpp.interop.hf_class import HFClass
 from megacpp.interop.table import CLASSES
-from megacpp.model.pattern import LETTERS
+from megacpp.model.pattern import LETTERS, expand_pattern
 
 # Any model, by code in its folder (code/write.py).
 CODE = HFClass(
@@ -127,11 +127,12 @@ def as_exported(model: ModelConfig, own: bool = False) -> ModelConfig:
 
     Args:
         model: settings of the run.
-        own: the folder has code of ours, whose experts are told to drop no token.
+        own: the folder has code of ours, which drops no token and knows the layers' blocks alone.
     """
     sparse = model.attention.sparse
     if own:
-        model = replace(model, moe=replace(model.moe, capacity_factor=None))
+        spelled = "|".join(expand_pattern(model.pattern, model.depth))
+        model = replace(model, pattern=spelled, moe=replace(model.moe, capacity_factor=None))
     if sparse.stage == "dense":
         sparse = replace(sparse, layers="")
     return replace(
