@@ -1,11 +1,10 @@
-"""Picture of all rooms and of who imports whom, drawn from the code's own imports.
+"""Table of all rooms and of who imports whom, made from the code's own imports.
 
     python -m bench.architecture [--write]
 
-Prints what docs/architecture.md shows between its marks, or writes it there. The picture is a
-Mermaid flowchart: an arrow goes from a room to one that it imports, unless a longer path of arrows
-says so already. Rooms that import each other stand in one box. What is imported inside a function
-or for types alone doesn't count.
+Prints what docs/architecture.md shows between its marks, or writes it there. `rooms_and_arrows` is
+what docs/pictures/rooms.svg draws. What is imported inside a function or for types alone doesn't
+count.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/architecture.md"
-START, END = "<!-- drawn by python -m bench.architecture -->", "<!-- end -->"
+START, END = "<!-- made by python -m bench.architecture -->", "<!-- end -->"
 TOP = ("parallel", "optim", "checkpointing")
 FILES = [file for room in ("megacpp", *TOP) for file in (ROOT / room).rglob("*.py")]
 
@@ -64,46 +63,42 @@ def reached(rooms: dict[str, set[str]]) -> dict[str, set[str]]:
     return reach
 
 
-def picture() -> str:
-    """Return the flowchart and the table of rooms as Markdown."""
+Box = frozenset[str]
+
+
+def rooms_and_arrows() -> dict[Box, list[Box]]:
+    """Return each box of rooms, those that import most first, and the boxes that it points at.
+
+    Rooms that import each other share a box. An arrow goes from a box to one that it imports,
+    unless a longer path of arrows says so already.
+    """
     rooms = imports()
     reach = reached(rooms)
-    boxes = {
-        room: frozenset({room} | {o for o in reach[room] if room in reach[o]}) for room in rooms
-    }
+    boxes = {room: Box({room} | {o for o in reach[room] if room in reach[o]}) for room in rooms}
     above = {box: set().union(*(reach[room] for room in box)) - box for box in boxes.values()}
     order = sorted(set(boxes.values()), key=lambda box: (-len(above[box]), sorted(box)))
-    lines = ["```mermaid", "flowchart TD"]
-    for number, box in enumerate(order):
-        names = [f'  {_name(room)}["{room}"]' for room in sorted(box)]
-        if len(box) > 1:
-            names = [f'  subgraph box{number}[" "]', *(f"  {name}" for name in names), "  end"]
-        lines += names
-    number = {box: index for index, box in enumerate(order)}
+    arrows: dict[Box, list[Box]] = {}
     for box in order:
         below = {boxes[room] for room in above[box]}
         direct = [b for b in below if not any(b <= above[other] for other in below)]
-        for other in sorted(direct, key=lambda b: number[b]):
-            lines.append(f"  {_end(box, number)} --> {_end(other, number)}")
-    table = ["| room | what lives there | imports |", "|---|---|---|"]
-    for room in sorted(rooms, key=lambda room: (number[boxes[room]], room)):
+        arrows[box] = sorted(direct, key=order.index)
+    return arrows
+
+
+def table() -> str:
+    """Return the table of rooms as Markdown."""
+    rooms, order = imports(), [room for box in rooms_and_arrows() for room in sorted(box)]
+    lines = ["| room | what lives there | imports |", "|---|---|---|"]
+    for room in order:
         others = ", ".join(other.removeprefix("megacpp/") for other in sorted(rooms[room]))
-        table.append(f"| `{room}` | {_sentence(room)} | {others or '-'} |")
-    return "\n".join([*lines, "```", "", *table])
+        lines.append(f"| `{room}` | {_sentence(room)} | {others or '-'} |")
+    return "\n".join(lines)
 
 
 def drawn(page: str) -> str:
-    """Return a page's text with the picture of today between its marks."""
+    """Return a page's text with the table of today between its marks."""
     before, rest = page.split(START)
-    return f"{before}{START}\n{picture()}\n{END}{rest.split(END)[1]}"
-
-
-def _name(room: str) -> str:
-    return room.replace("megacpp/", "").replace(".py", "")
-
-
-def _end(box: frozenset[str], number: dict[frozenset[str], int]) -> str:
-    return _name(*box) if len(box) == 1 else f"box{number[box]}"
+    return f"{before}{START}\n{table()}\n{END}{rest.split(END)[1]}"
 
 
 def _sentence(room: str) -> str:
@@ -115,11 +110,11 @@ def _sentence(room: str) -> str:
 
 
 def main() -> None:
-    """Print the picture, or write it into the page."""
+    """Print the table, or write it into the page."""
     if "--write" in sys.argv:
         PAGE.write_text(drawn(PAGE.read_text()))
     else:
-        print(picture())
+        print(table())
 
 
 if __name__ == "__main__":

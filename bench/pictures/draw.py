@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.pictures import architecture, dispatch, memory, meshes, planning, schedules, sharding
+from bench.pictures import (
+    architecture,
+    dispatch,
+    memory,
+    meshes,
+    planning,
+    rooms,
+    schedules,
+    sharding,
+)
 from bench.pictures.svg import Drawing
 
 FOLDER = Path(__file__).parents[2] / "docs/pictures"
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "the-run": architecture.the_run,
+    "rooms": rooms.picture_of_rooms,
     "foldings": meshes.foldings,
     "placements": meshes.placements,
     "slices": meshes.slices,
