@@ -3,12 +3,15 @@
     python -m bench.reference [--write]
 
 Prints docs/reference/*.md, or writes them. Settings come from the fields of the configuration,
-commands from the table of `megacpp` and its functions' docstrings. Files of a run folder are listed
-in FILES; a test compares the list with a run.
+commands from the table of `megacpp` and its functions' docstrings. Functions are those that the
+chapters import, with their docstrings' first lines. Files of a run folder are listed in FILES; a
+test compares the list with a run.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import re
 import sys
@@ -25,6 +28,7 @@ from megacpp.report.files import EVALUATION, STEP
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/reference"
+PUBLIC = ("megacpp", "parallel", "optim", "checkpointing")
 MADE = "<!-- made by python -m bench.reference -->"
 KINDS = {int: "whole number", float: "number", bool: "true or false", dict: "object", str: "text"}
 # File of a run folder (N: a number) -> module that writes it, its content.
@@ -193,7 +197,55 @@ def files_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"settings.md": settings_page, "commands.md": commands_page, "run-folder.md": files_page}
+def imported_by_chapters() -> dict[str, dict[str, list[Path]]]:
+    """Return the names that chapters import: module -> name -> chapters that do."""
+    found: dict[str, dict[str, list[Path]]] = {}
+    for chapter in sorted(FOLDER.parent.glob("[0-9]*.md")):
+        blocks = re.findall(r"^```python\n(.*?)^```$", chapter.read_text(), re.M | re.S)
+        for node in ast.walk(ast.parse("".join(blocks))):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if module.split(".")[0] in PUBLIC and not module.startswith("megacpp.lessons"):
+                for alias in node.names:  # type: ignore[attr-defined]
+                    chapters = found.setdefault(module, {}).setdefault(alias.name, [])
+                    chapters += [chapter] if chapter not in chapters else []
+    return dict(sorted(found.items()))
+
+
+def functions_page() -> str:
+    """Return the page of the functions and classes that chapters import, by module."""
+    lines = [
+        "# Every function of the book",
+        "",
+        MADE,
+        "",
+        "Functions and classes that the chapters import, with the first lines of their docstrings.",
+        "`help(NAME)` has the rest: shapes, units, errors. Configurations are in",
+        "[Every setting](settings.md), helpers of the chapters in `megacpp.lessons`.",
+    ]
+    rooms: dict[str, list[tuple[str, str, str]]] = {}
+    for module, names in imported_by_chapters().items():
+        file = module.replace(".", "/")
+        file += "/__init__.py" if (ROOT / file).is_dir() else ".py"
+        for name, chapters in sorted(names.items()):
+            one = getattr(importlib.import_module(module), name, None)
+            if inspect.isfunction(one) or (inspect.isclass(one) and not name.endswith("Config")):
+                given = ", ".join(inspect.signature(one).parameters)
+                words = inspect.cleandoc(one.__doc__ or "").partition("\n\n")[0]
+                links = ", ".join(f"[{int(c.name[:2])}](../{c.name})" for c in chapters)
+                room = ".".join(module.split(".")[: 1 + (module.split(".")[0] == "megacpp")])
+                row = f"[`{name}`](../../{file})`({given})`", words, links
+                rooms.setdefault(room, []).append(row)
+    for room, rows in rooms.items():
+        lines += ["", f"## {room}", "", *table(("name", "what it does or is", "chapters"), rows)]
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {
+    "settings.md": settings_page,
+    "commands.md": commands_page,
+    "run-folder.md": files_page,
+    "functions.md": functions_page,
+}
 
 
 if __name__ == "__main__":

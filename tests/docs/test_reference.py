@@ -33,6 +33,15 @@ def test_nothing_is_left_out() -> None:
     assert all(f"\n| {code} | {words} |" in commands for code, words in EXIT_CODES.items())
 
 
+def test_what_chapters_import_has_a_row() -> None:
+    found = reference.imported_by_chapters()
+    assert found["megacpp.data.prepare"]["ensure_corpus"][0].name == "01-the-run.md"
+    page = reference.functions_page()
+    assert page.count("\n| [`") > 150 and "`Config`" not in page and "lessons.ranks" not in page
+    row = next(line for line in page.splitlines() if line.startswith("| [`clip_gradients`]"))
+    assert "(../../optim/clip.py)`(" in row and row.endswith("[19](../19-accumulation.md) |")
+
+
 def row_of(file: str) -> list[str]:
     """Rows of the table that match a file of a run folder."""
     found = []
