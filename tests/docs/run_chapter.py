@@ -5,7 +5,8 @@
 A python block that prints is followed by an output block with exactly what it printed. The
 working folder is a fresh temporary one. A ```console block is a command (`$ ...`, its lines ended
 by backslashes) and what it prints: `megacpp` runs in this process and in that folder, `python` in
-one of its own in the checkout. What follows `|` is the shell's.
+one of its own in the checkout; `megacpp train` is forked from this one. What follows `|` is the
+shell's.
 """
 
 from __future__ import annotations
@@ -19,22 +20,30 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megacpp.cli.main import main
+from megacpp.lessons.launch import forked
 
 FENCE = re.compile(r"^```(python|output|console)\n(.*?)^```\n", re.S | re.M)
 COMMAND = re.compile(r"\$ (?:.*\\\n)*.*\n")
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("--data.path", "--run.dir", "--checkpoint.init")  # a forked run starts in the checkout
 
 
 class DriftError(AssertionError):
     """Error of a printed figure that differs from the chapter's."""
 
 
-def run_chapter(path: Path, update: bool = False) -> int:
+def run_chapter(path: Path, update: bool = False, before: Callable[[], None] = lambda: None) -> int:
     """Executes a chapter and compares (or, with `update`, rewrites) its printed figures.
+
+    Args:
+        path: the chapter.
+        update: rewrite what differs.
+        before: writes files to the working folder that the chapter expects there.
 
     Returns:
         The number of output blocks that were compared or written.
@@ -43,6 +52,7 @@ def run_chapter(path: Path, update: bool = False) -> int:
     names: dict[str, object] = {"__name__": path.stem}
     printed, compared, pieces, done = "", 0, [], 0
     with working_folder():
+        before()
         for match in FENCE.finditer(text):
             line = text[: match.start()].count("\n") + 2
             if match[1] != "output" and printed:
@@ -81,7 +91,9 @@ def _run(command: str) -> str:
     """Return what a command prints."""
     first, pipe, filters = command.partition(" | ")
     program, *words = shlex.split(first)
-    if program == "megacpp":
+    if words[:1] == ["train"]:
+        printed = _train(words[1:])
+    elif program == "megacpp":
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             assert main(words) == 0, command
@@ -90,6 +102,18 @@ def _run(command: str) -> str:
         assert program == "python", command
         printed = _output([sys.executable, *words], cwd=ROOT)
     return _output(filters, input=printed, shell=True) if pipe else printed
+
+
+def _train(words: list[str]) -> str:
+    """Return what `megacpp train` prints, with folders as they were given."""
+    here, ranks = f"{Path.cwd()}/", 1
+    if "--nproc" in words:
+        ranks = int(words.pop(words.index("--nproc") + 1))
+        words.remove("--nproc")
+    flags = [here + w if words[n - 1] in FOLDERS else w for n, w in enumerate(words)]
+    done = forked(*flags, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.replace(here, "")
 
 
 def _output(command: str | list[str], **given: Any) -> str:

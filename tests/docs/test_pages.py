@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from megacpp.cli.main import COMMANDS, find
 from megacpp.config.arguments import parse_args, parse_run, split_args
 from megacpp.errors import EXIT_CODES
+from tests.docs.run_chapter import run_chapter
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -90,8 +92,27 @@ def test_a_shown_command_is_legal(page: str, line: str) -> None:
             parse_args(args, rest)
 
 
+def write_texts() -> None:
+    """Write what a reader of using.md has: 50 texts, and 100 questions with answers."""
+    kinds, names = ["int", "float", "bool", "char"], ["scale", "shift", "count", "mask", "width"]
+
+    def function(n: int) -> str:
+        return f"{kinds[n % 4]} {names[n % 5]}{n}(int x) {{ return x + {n * 3 % 10}; }}"
+
+    Path("texts").mkdir()
+    for n in range(50):
+        Path(f"texts/{n}.txt").write_text("\n".join(function(n + 50 * k) for k in range(12)))
+    talks = ({"prompt": function(n), "completion": kinds[n % 4]} for n in range(100))
+    Path("talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+
+
+def test_the_page_for_users_prints_what_it_shows(request: pytest.FixtureRequest) -> None:
+    update = bool(request.config.getoption("--update-docs"))
+    assert run_chapter(DOCS / "using.md", update, write_texts) >= 14
+
+
 def test_there_are_commands() -> None:
-    assert len(SHOWN) >= 12
+    assert len(SHOWN) >= 6
 
 
 def test_exit_codes_are_those_of_the_program() -> None:
