@@ -26,8 +26,12 @@ def words() -> dict[str, tuple[list[str], list[str]]]:
 
 
 def prose(chapter: str) -> str:
-    """Return the prose of a chapter: code, figures and flags left out, words in backticks kept."""
+    """Return the prose of a chapter: no code, figures and flags; words in backticks stay.
+
+    Questions are left out, too: they may be about later chapters.
+    """
     text = re.sub(r"^```.*?^```$", "", (DOCS / chapter).read_text(), flags=re.M | re.S)
+    text = re.sub(r"^## Questions$.*?(?=^## )", "", text, flags=re.M | re.S)
     return re.sub(r"`([^`]*)`", lambda span: span[1] if span[1].isalnum() else "", text)
 
 
@@ -76,7 +80,6 @@ EARLY = {
     "recompute": "14",
     "checkpoint": "24 19 12 21",
     "allocator": "24",
-    "bf16": "03 19 16 14 20 21 05 06 08 33",
     "FP8": "21 40",
     "MLA": "15",
     "logits": "19 13 20",
