@@ -82,7 +82,7 @@ site: .venv-site/.done  ## the book as pages for a browser, in build/site/html; 
 	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --quiet --config-file build/site/mkdocs.yml
 
 site-check: site $(VENV)/.test  ## open every page of the site in Chromium, wide and narrow: nothing overflows, no error
-	$(RUN) $(BIN)/python -m pytest tests/docs/test_built_site.py
+	$(RUN) $(BIN)/python -m pytest -rs tests/docs/test_built_site.py
 
 assignment: setup  ## grade your answer to an exercise of docs/assignments: make assignment N=3
 	@$(RUN) $(HIDE) $(BIN)/python -m tests.assignments $(N)

@@ -22,6 +22,7 @@ LISTED = re.compile(r"(?:^- (?:\d+ · )?|^\d+\. |(?<=\), ))\[([^\]]+)\]\(([^)#]+
 FENCED = re.compile(r"(^```.*?^```$)", re.M | re.S)
 SETTINGS = {
     "site_name": "megacpp",
+    "site_description": "A trainer for hybrid language models in plain PyTorch.",
     "docs_dir": "docs",
     "site_dir": "html",
     "use_directory_urls": False,  # links work from a disk, too

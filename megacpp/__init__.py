@@ -1,3 +1,3 @@
-"""Pure-PyTorch, DTensor-native trainer for hybrid language models."""
+"""Trainer for hybrid language models in plain PyTorch."""
 
 __version__ = "0.1.0"

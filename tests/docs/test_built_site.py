@@ -15,8 +15,10 @@ from tests.docs.browser import BROWSER, Browser
 HTML = SITE / "html"
 PAGES = sorted(p for p in HTML.rglob("*.html") if "code" not in p.relative_to(HTML).parts)
 pytestmark = [
-    pytest.mark.skipif(not BROWSER, reason="no Chromium on this machine"),
-    pytest.mark.skipif(not PAGES, reason="`make site` builds it"),
+    pytest.mark.skipif(not BROWSER, reason="NO PAGE WAS LOOKED AT: this machine has no Chromium"),
+    pytest.mark.skipif(
+        not PAGES, reason="NO PAGE WAS LOOKED AT: `make site-check` builds the site first"
+    ),
 ]
 
 

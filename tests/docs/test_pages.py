@@ -134,3 +134,20 @@ def test_symptoms_quote_messages_of_the_program() -> None:
     code = "\n".join(re.sub(r'"\s*\n\s*f?"', "", p.read_text()) for p in files)
     missing = [words for _, words in rows if words not in code]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "README.md",
+        "CITATION.cff",
+        "pyproject.toml",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "bench/site.py",
+        "megacpp/__init__.py",
+    ],
+)
+def test_a_file_describes_the_project_in_the_same_words(file: str) -> None:
+    text = " ".join((ROOT / file).read_text().split()).lower()
+    assert "trainer for hybrid language models in plain pytorch" in text
