@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bench.pictures import (
     architecture,
+    continued,
     dispatch,
     memory,
     meshes,
@@ -32,4 +33,6 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "step-memory": memory.memory_of_a_step,
     "context-memory": memory.buckets_over_context,
     "plan-front": planning.plan_front,
+    "continued": continued.other_corpus_and_tails,
+    "longer-rows": continued.loss_by_place,
 }

@@ -1,0 +1,131 @@
+"""Curves of continued training, from docs/continued.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.pictures.svg import Drawing
+
+RECORD = Path(__file__).parents[2] / "docs/continued.json"
+LEFT, TOP, HIGH, GAP = 54.0, 78.0, 250.0, 76.0
+STABLE = ("stable 64", "stable 128", "stable 256")
+
+Points = list[tuple[float, float]]
+
+
+class Panel(NamedTuple):
+    """Chart with its lines: class of each, and its points."""
+
+    title: str
+    lines: Sequence[tuple[str, Points]]
+    unit: str
+    most: float  # end of the horizontal scale
+
+
+def other_corpus_and_tails() -> Drawing:
+    """Draw the losses on two corpora with three shares of replay; WSD's tails against cosines."""
+    runs = _runs()
+    names = ("python", "python, 10% replay", "python, 25% replay")
+    kinds = ("s1", "s0", "s3")
+    lines = [
+        (kind, [(step, found[source]) for step, found in _with_start(runs, name)])
+        for name, kind in zip(names, kinds, strict=True)
+        for source in ("headers", "python")
+    ]
+    stable = [point for name in STABLE for point in _headers(runs[name])]
+    tails = [("s1", [stable_end(runs, name), *_headers(runs[name])]) for name in _tails(runs)]
+    cosines = [("s0", _headers(runs[name])) for name in ("cosine 80", "cosine 160", "base")]
+    drawing = Drawing(760, "Held-out loss: another corpus with replay, and tails of WSD")
+    drawing.legend(
+        LEFT, 12, [(k, n) for k, n in zip(kinds, ("no replay", "10%", "25%"), strict=True)]
+    )
+    drawing.legend(430, 12, [("s0", "cosine"), ("line", "stable"), ("s1", "its tails")])
+    draw(
+        drawing,
+        [
+            Panel("headers rise, Python falls", lines, "steps of Python", 160),
+            Panel("headers: three lengths", [*cosines, ("line", stable), *tails], "steps", 320),
+        ],
+    )
+    return drawing
+
+
+def loss_by_place() -> Drawing:
+    """Draw the loss along a row of four times the length that was trained."""
+    record = json.loads(RECORD.read_text())["token_losses"]
+    shown = {"base": "s1", "yarn 0": "s2", "long 60": "s3", "yarn 60": "s0"}
+    words = ("as it was", "YaRN", "60 steps without YaRN", "60 steps with YaRN")
+    lines = []
+    for name, kind in shown.items():
+        places = record[f"{name}, by place"][0]
+        lines.append((kind, [(32 * i + 16, loss) for i, loss in enumerate(places)]))
+    drawing = Drawing(760, "Held-out loss by place in rows of 512 tokens, trained with rows of 128")
+    drawing.legend(LEFT, 12, list(zip(shown.values(), words, strict=True)))
+    draw(drawing, [Panel("rows of 128 tokens were trained", lines, "place in the row", 512)])
+    x = LEFT + 128 / 512 * (760 - LEFT - 16)
+    drawing.path([(x, TOP), (x, TOP + HIGH)], "line")
+    return drawing
+
+
+def draw(drawing: Drawing, panels: Sequence[Panel]) -> None:
+    """Draw charts side by side, each with scales of its own."""
+    wide = (drawing.width - LEFT - 16 - GAP * (len(panels) - 1)) / len(panels)
+    for number, (title, lines, unit, most_x) in enumerate(panels):
+        left = LEFT + number * (wide + GAP)
+        every = [point for _, points in lines for point in points]
+        low = math.floor(2 * min(y for _, y in every)) / 2
+        high = math.ceil(2 * max(y for _, y in every)) / 2
+        drawing.text(left, TOP - 26, title, "head")
+        drawing.text(left - 8, TOP - 8, "nats", "note", end=True)
+        drawing.path([(left, TOP), (left, TOP + HIGH), (left + wide, TOP + HIGH)], "line")
+        for half in range(int(2 * low), int(2 * high) + 1):
+            y = TOP + HIGH * (high - half / 2) / (high - low)
+            drawing.path([(left - 4, y), (left, y)], "line")
+            drawing.text(left - 8, y + 4, f"{half / 2:.1f}", "note", end=True)
+        for quarter in range(1, 5):
+            x = left + wide * quarter / 4
+            drawing.path([(x, TOP + HIGH), (x, TOP + HIGH + 4)], "line")
+            drawing.text(x, TOP + HIGH + 18, f"{most_x * quarter / 4:.0f}", "note", end=True)
+        drawing.text(left + wide, TOP - 8, unit, "note", end=True)
+        for kind, points in lines:
+            scaled = [
+                (left + wide * x / most_x, TOP + HIGH * (high - y) / (high - low))
+                for x, y in points
+            ]
+            drawing.path(scaled, kind)
+
+
+def stable_end(runs: dict[str, Any], tail: str) -> tuple[float, float]:
+    """Return the last point of the stable run that a tail goes on from."""
+    before = max((n for n in STABLE if _last(runs[n])[0] < _last(runs[tail])[0]), key=_steps)
+    step, found = _last(runs[before])
+    return step, found["headers"]
+
+
+def _runs() -> dict[str, Any]:
+    return {run["variant"]: run["held_out"] for run in json.loads(RECORD.read_text())["runs"]}
+
+
+def _with_start(runs: dict[str, Any], name: str) -> list[tuple[float, dict[str, float]]]:
+    """Return the evaluations of a run behind that of the weights it begins with."""
+    return [(0, _last(runs["base"])[1]), *runs[name]]
+
+
+def _headers(evaluations: list[Any]) -> Points:
+    return [(step, found["headers"]) for step, found in evaluations]
+
+
+def _tails(runs: dict[str, Any]) -> list[str]:
+    return [name for name in runs if name.startswith("tail ")]
+
+
+def _steps(name: str) -> int:
+    return int(name.split()[1])
+
+
+def _last(evaluations: list[Any]) -> Any:
+    return evaluations[-1]
