@@ -105,6 +105,23 @@ def test_equal_losses_and_their_rounding_are_no_spike() -> None:
     assert zero.figures()["loss_sigma"] is None
 
 
+def test_large_norms_in_a_row_are_spikes_in_a_row() -> None:
+    """The average takes ten times itself of each, so that it doesn't hide the next one."""
+    health = Health()
+    steady(health, 40)
+    for step in range(40, 60):
+        assert len(health.observe(step, 3.0, 1000.0)) == 1
+    assert health.spikes == 20
+    assert health.observe(60, 3.0, 1.0) == [] and health.spikes == 0
+    for step in range(61, 400):
+        health.observe(step, 3.0, 1000.0)
+    assert health.spikes == 0, "a level that stays is taken in"
+    young = Health()
+    steady(young, 31)
+    for spikes in (0, 1):
+        assert young.observe(31 + spikes, 3.0, 1000.0) and young.spikes == spikes
+
+
 def test_a_higher_level_is_reported_and_then_taken_in() -> None:
     health = Health()
     steady(health, 128)

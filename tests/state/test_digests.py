@@ -99,6 +99,25 @@ def test_flips_on_one_rank_are_found_and_named(tmp_path: Path, mesh: MeshConfig)
         assert any(f"on rank {rank} differs from its copies" in said for _, said, rank in found)
 
 
+def test_the_recorded_digest_is_of_all_ranks(tmp_path: Path) -> None:
+    """A bit of a shard that the second rank alone holds."""
+
+    def body(rank: int, size: int) -> list[str]:
+        mesh = MeshConfig(dp_shard=2)
+        config = replace(config_of(mesh, model_config()), run=RunConfig(digest_every=1, steps=10))
+        tensors = state_of(config, world_of(mesh, size))
+        fill(tensors, 3)
+        digests = Digests(tmp_path, lambda: tensors, config, CPU)
+        said = [digests.difference(0), digests.difference(1)]
+        if rank == 1:
+            flip(tensors[HIT], 5, 2)
+        return [*said, digests.difference(2)]
+
+    assert run_ranks(body, 2) == [["", "", ""]] * 2
+    before, again, after = (recorded(tmp_path)[step] for step in range(3))
+    assert before == again != after
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [(4, "--mesh.dp-replicate 2"), (2, "--mesh.pp 2 --train.grad-accum 2")],
