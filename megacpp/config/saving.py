@@ -38,3 +38,7 @@ class CheckpointConfig:
         "",
         "Weights to start from: a run, final/, checkpoint or Hugging Face folder, or a URL of one.",
     )
+    init_check: bool = setting(
+        False,
+        "Compare logits of these weights with those of transformers, on the first rank.",
+    )

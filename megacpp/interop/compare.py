@@ -26,12 +26,13 @@ WITHIN = 1e-5  # of the largest logit, in fp32
 ROWS, TOKENS = 2, 48
 
 
-def compared(folder: Path, key: str) -> str:
+def compared(folder: Path, key: str, asked: str = "check") -> str:
     """Return a line with the largest difference of logits between transformers and this model.
 
     Args:
         folder: folder of Hugging Face's format.
         key: setting that names it, for messages.
+        asked: setting that asks for the comparison.
 
     Raises:
         ConfigError: the folder is of another format.
@@ -42,11 +43,13 @@ def compared(folder: Path, key: str) -> str:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise MegacppError(
-            "check: transformers isn't installed. Fix: pip install 'megacpp[hf]'."
+            f"{asked}: transformers isn't installed. Fix: pip install 'megacpp[hf]'."
         ) from None
     place = locate(str(folder), key)
     if place.kind != "hf":
-        raise config_error(key, folder, "isn't a Hugging Face folder", "leave out --check")
+        raise config_error(
+            key, folder, "isn't a Hugging Face folder", f"leave out --{asked.replace('_', '-')}"
+        )
     model = read_model(place)
     draws = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(model.vocab_size, (ROWS, TOKENS), generator=draws)

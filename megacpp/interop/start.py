@@ -17,8 +17,10 @@ from megacpp.model.init import Slice
 from megacpp.state.local_copy import shown
 
 
-def check_start(config: Config) -> None:
+def check_start(config: Config, is_first: bool) -> None:
     """Compare the tensors of the folder with the model's, unless a checkpoint is resumed.
+
+    With `checkpoint.init_check` the first rank compares logits with transformers' too.
 
     Raises:
         ConfigError: no weights are there, or a key of config.json has no setting of ours.
@@ -27,6 +29,10 @@ def check_start(config: Config) -> None:
     if config.checkpoint.init and not resumed_from(config):
         place = locate(config.checkpoint.init, "checkpoint.init")
         open_source(place, config.model).stored.close()
+        if config.checkpoint.init_check and is_first:
+            from megacpp.interop.compare import compared  # seldom wanted
+
+            print(compared(place.folder, "checkpoint.init", "checkpoint.init_check"), flush=True)
 
 
 def start_from(model: HybridLM, config: Config, part: Callable[[Tensor], Slice]) -> list[str]:

@@ -86,7 +86,7 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
     if resolved.config.checkpoint.init:
         from megacpp.interop.start import check_start  # imports every map of names
 
-        check_start(resolved.config)
+        check_start(resolved.config, peers.rank == 0)
     kernels = choices(resolved.config, device)
     resolved, admission = resolve_launch(resolved, peers, device)
     predicted = foresee(

@@ -12,8 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megacpp.cli.main import main
+from megacpp.config.arguments import parse_run
 from megacpp.config.model import ModelConfig
-from megacpp.interop import orders
+from megacpp.errors import CheckpointError, ConfigError
+from megacpp.interop import compare, orders
+from megacpp.interop.compare import our_logits as ours
+from megacpp.interop.start import check_start
 from tests.interop.models import built, final_folder, model_of
 
 pytest.importorskip("transformers")
@@ -66,6 +70,29 @@ def test_an_export_in_a_wrong_order_is_refused(
     monkeypatch.setitem(orders.ORDERS, "halves", as_they_are)  # type: ignore[arg-type]
     assert export(tmp_path, "--check") == 4
     assert "differ by at most" in capsys.readouterr().err
+
+
+def test_a_run_compares_its_first_weights(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank alone; a difference, a folder of another format or no folder is one line."""
+    assert export(tmp_path) == 0
+    flags = ["tiny", "--checkpoint.init-check", "--run.dir", str(tmp_path / "none")]
+    config = parse_run([*flags, "--checkpoint.init", str(tmp_path / "hf")], 1).config
+    capsys.readouterr()
+    check_start(config, False)
+    assert capsys.readouterr().out == ""
+    check_start(config, True)
+    assert "100.0% of the likeliest tokens equal" in capsys.readouterr().out
+    final = parse_run([*flags, "--checkpoint.init", str(tmp_path / "run")], 1).config
+    fix = "isn't a Hugging Face folder. Fix: leave out --checkpoint.init-check"
+    with pytest.raises(ConfigError, match=fix):
+        check_start(final, True)
+    with pytest.raises(ConfigError, match="init_check=True: needs a Hugging Face folder"):
+        parse_run(flags, 1)
+    monkeypatch.setattr(compare, "our_logits", lambda model, ids_BT: 1.001 * ours(model, ids_BT))
+    with pytest.raises(CheckpointError, match="differ by at most"):
+        check_start(config, True)
 
 
 def test_without_transformers_the_extra_is_named(

@@ -90,10 +90,13 @@ def _ranges(config: Config) -> Iterator[ConfigError]:
             yield error
 
 
-def _remote(config: Config) -> Iterator[ConfigError]:
+def _saved(config: Config) -> Iterator[ConfigError]:
     if (url := config.checkpoint.remote) and not is_url(url):
         fix = f"use checkpoint.remote=file://{url}" if url.startswith("/") else "give a URL"
         yield config_error("checkpoint.remote", url, "is no URL such as s3://bucket/run", fix)
+    if config.checkpoint.init_check and not config.checkpoint.init:
+        rule = "needs a Hugging Face folder (checkpoint.init), which isn't given"
+        yield config_error("checkpoint.init_check", True, rule, "use checkpoint.init=FOLDER")
 
 
 def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
@@ -344,7 +347,7 @@ RULES: dict[str, Rules] = {
     "moments": _alone(_adamw_state),
     "kernels": _alone(kernel_rules),
     "recompute": _alone(recompute_rules),
-    "remote": _alone(_remote),
+    "remote": _alone(_saved),
     "fp8": _fp8,
     "sparse": _alone(sparse_rules),
 }
