@@ -66,17 +66,6 @@ class Documents:
         last_start_BT = torch.where(starts_BT, steps_T, 0).cummax(dim=1).values
         return Documents(starts_BT.cumsum(1) - 1, steps_T - last_start_BT)
 
-    @staticmethod
-    def from_cu_seqlens(cu_seqlens: Tensor) -> Documents:
-        """Return documents of one packed row (B = 1).
-
-        Args:
-            cu_seqlens: boundaries `[0, ..., T]` of the documents.
-        """
-        lengths = cu_seqlens.diff().to(torch.int64)
-        ids_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        return Documents.from_ids(ids_T[None])
-
     @property
     def starts_BT(self) -> Tensor:
         """Whether each token is the first of a document, bool."""

@@ -22,9 +22,7 @@ def check(golden: GoldenFile) -> None:
     assert not stored
     leaves = [golden.input(name, grad=True) for name in ("q", "k", "weights")]
     q_BTIH, k_BSH, w_BTI = (x.transpose(0, 1) for x in leaves)
-    docs = Documents.rows(w_BTI.shape[0], w_BTI.shape[1], w_BTI.device)
-    if "cu_seqlens" in golden:
-        docs = Documents.from_cu_seqlens(golden.input("cu_seqlens"))
+    docs = golden.documents() or Documents.rows(*w_BTI.shape[:2], w_BTI.device)
 
     scores_BTS = index_scores(q_BTIH, k_BSH, w_BTI)
     golden.expect("index_scores", scores_BTS)

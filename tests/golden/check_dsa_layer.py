@@ -67,9 +67,7 @@ def check(golden: GoldenFile) -> None:
         for name, parameter in mixer.named_parameters():
             parameter.copy_(golden.input(f"param.{stored_name(name)}"))
     x = golden.input("x", grad=True)
-    docs = Documents.rows(x.shape[0], x.shape[1], x.device)
-    if "cu_seqlens" in golden:
-        docs = Documents.from_cu_seqlens(golden.input("cu_seqlens"))
+    docs = golden.documents() or Documents.rows(*x.shape[:2], x.device)
     y = mixer(x, docs)
     y.backward(golden.input("d_y"))
     golden.expect("y", y)

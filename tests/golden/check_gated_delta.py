@@ -51,18 +51,12 @@ def operations(golden: GoldenFile, name: str) -> list[Operation]:
     return [gated_delta_sequential, *(partial(gated_delta_rule, chunk_size=c) for c in sizes)]
 
 
-def documents(golden: GoldenFile) -> Documents | None:
-    if "cu_seqlens" not in golden:
-        return None
-    return Documents.from_cu_seqlens(golden.input("cu_seqlens"))
-
-
 def check_rule(golden: GoldenFile, operation: Operation) -> None:
     """Outputs, final states and every gradient of the rule alone."""
     check_settings(golden)
     leaves = {name: golden.input(name, grad=True) for name in RULE}
     initial = golden.input("initial_state", grad=True) if "initial_state" in golden else None
-    o, state = operation(*leaves.values(), documents(golden), initial)
+    o, state = operation(*leaves.values(), golden.documents(), initial)
     golden.expect("out", o)
     outputs, cotangents = [o], [golden.input("d_out").to(o.dtype)]
     if "final_state" in golden:
@@ -79,7 +73,7 @@ def check_rule(golden: GoldenFile, operation: Operation) -> None:
 def check_packed(golden: GoldenFile, operation: Operation) -> None:
     """Convolution and rule over packed documents; states of each document on its own."""
     check_settings(golden)
-    docs, c = documents(golden), golden.config
+    docs, c = golden.documents(), golden.config
     qkv, weight = golden.input("qkv", grad=True), golden.input("conv_weight", grad=True)
     g, beta = golden.input("g", grad=True), golden.input("beta", grad=True)
     convolved = causal_conv(qkv, weight, docs)
@@ -103,7 +97,7 @@ def check_packed(golden: GoldenFile, operation: Operation) -> None:
 def check_segments(golden: GoldenFile, ranks: int) -> None:
     """Summaries of a row in parts, the states that they fold into, and both adjoints."""
     q, k, v, g, beta = (golden.input(name) for name in RULE)
-    docs, T = documents(golden), g.shape[1]
+    docs, T = golden.documents(), g.shape[1]
     docs = Documents.rows(1, T) if docs is None else docs
     spans = [slice(w * T // ranks, (w + 1) * T // ranks) for w in range(ranks)]
     parts = [docs.take(torch.arange(T)[span]) for span in spans]
@@ -223,7 +217,7 @@ def check_inside(golden: GoldenFile, chunk_size: int) -> None:
 def run(golden: GoldenFile, layer: GatedDeltaNet) -> tuple[Tensor, Tensor]:
     """Input with its gradient, and output."""
     x = golden.input("x", grad=True)
-    y = layer(x, documents(golden))
+    y = layer(x, golden.documents())
     y.backward(golden.input("d_y"))
     return x, y
 

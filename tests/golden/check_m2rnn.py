@@ -17,7 +17,6 @@ from megacpp.kernels.backend import Kernels, set_kernels
 from megacpp.kernels.m2rnn.backends import m2rnn_chunked
 from megacpp.kernels.m2rnn.chunks import StateClip
 from megacpp.kernels.m2rnn.reference import m2rnn_sequential
-from megacpp.model.documents import Documents
 from megacpp.model.upstream import from_upstream, to_upstream
 from tests.golden.harness import GoldenFile
 
@@ -57,7 +56,7 @@ def check_gradients(
     """Outputs, final states and every gradient under one meaning of the clip."""
     inputs = {name: golden.input(name, grad=True) for name in ("q", "k", "v", "f", "W")}
     initial = golden.input("h0", grad=True) if "h0" in golden else None
-    y, final = operation(*inputs.values(), documents(golden), initial, clip)
+    y, final = operation(*inputs.values(), golden.documents(), initial, clip)
     assert final is not None
     golden.expect("y", y)
     golden.expect("hT", final)
@@ -74,12 +73,6 @@ def clip_bound(golden: GoldenFile) -> float | None:
     return float(found[1]) if found else golden.config.get("gradient_clipping")
 
 
-def documents(golden: GoldenFile) -> Documents | None:
-    if "cu_seqlens" not in golden:
-        return None
-    return Documents.from_cu_seqlens(golden.input("cu_seqlens"))
-
-
 def check_layer(
     golden: GoldenFile, chunk_sizes: tuple[int, ...] = (5, 64), backend: str = "torch"
 ) -> None:
@@ -90,7 +83,7 @@ def check_layer(
         stored = {n.removeprefix("param."): golden.input(n) for n in golden.names("param.")}
         layer.load_state_dict(from_upstream(M2RNN_KIND, stored, config))
         x = golden.input("x", grad=True)
-        y = layer(x, documents(golden))
+        y = layer(x, golden.documents())
         y.backward(golden.input("d_y"))
         golden.expect("y", y)
         golden.expect("grad.x", x.grad)

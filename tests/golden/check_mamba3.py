@@ -42,9 +42,7 @@ def uneven_chunk(tokens: int) -> int:
 
 
 def documents(golden: GoldenFile, rows: int, tokens: int) -> Documents:
-    if "cu_seqlens" in golden:
-        return Documents.from_cu_seqlens(golden.input("cu_seqlens"))
-    return Documents.rows(rows, tokens, golden.device)
+    return golden.documents() or Documents.rows(rows, tokens, golden.device)
 
 
 def check_scan(golden: GoldenFile, forms: Iterable[Form] = ()) -> None:

@@ -11,7 +11,6 @@ from megacpp.blocks.attention.mla import LATENT_EPS, MultiHeadLatentAttention
 from megacpp.blocks.attention.rope import inverse_frequencies
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels
-from megacpp.model.documents import Documents
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("mla_*.safetensors",)
@@ -53,10 +52,7 @@ def check_backend(golden: GoldenFile, backend: str) -> None:
         for name, parameter in mla.named_parameters():
             parameter.copy_(golden.input(f"param.{name}"))
     x = golden.input("x", grad=True)
-    docs = None
-    if "cu_seqlens" in golden:
-        docs = Documents.from_cu_seqlens(golden.input("cu_seqlens"))
-    y = mla(x, docs)
+    y = mla(x, golden.documents())
     y.backward(golden.input("d_y"))
     golden.expect("y", y)
     golden.expect("grad.x", x.grad)

