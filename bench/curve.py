@@ -1,6 +1,8 @@
-"""Loss curve of a run as an image.
+"""Loss curve of a run: the values that docs/pictures/tiny-loss.svg shows.
 
-python bench/curve.py runs/tiny docs/tiny-loss.svg
+    python bench/curve.py runs/tiny docs/tiny-loss.json
+
+`python -m bench.pictures --write tiny-loss` then draws it.
 """
 
 from __future__ import annotations
@@ -16,36 +18,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("image", type=Path, help="file to write (.svg, .png)")
+    parser.add_argument("values", type=Path, help="JSON to write")
     options = parser.parse_args()
-    draw(options.run, options.image)
+    options.values.write_text(json.dumps(curve(options.run)) + "\n")
 
 
-def draw(run: Path, image: Path) -> None:
-    """Draw bits per byte of each training step, their running mean, held-out text, gzip and xz."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "megacpp"  # the same run gives the same file
-    from matplotlib import pyplot
-
+def curve(run: Path) -> dict[str, float | list[float]]:
+    """Return bits per byte: of each training step, of held-out text, of gzip and of xz."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    held_out = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
-    x = [s["step"] + 1 for s in steps]
-    y = [s["bits_per_byte"] for s in steps]
-    smooth = [sum(y[max(0, i - 9) : i + 1]) / len(y[max(0, i - 9) : i + 1]) for i in range(len(y))]
-    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
-    axes.plot(x, y, color="0.8", linewidth=0.8, label="a step")
-    axes.plot(x, smooth, color="tab:blue", label="mean of ten steps")
-    last = held_out[-1]
-    axes.plot(last["step"] + 1, last["bits_per_byte"], "o", color="tab:red", label="held out")
-    bars = (("gzip", "-9, each document alone", "--"), ("xz", "-9, one stream", ":"))
-    for program, how, style in bars:
-        if bar := last.get(f"{program}_bits_per_byte"):
-            axes.axhline(bar, color="tab:green", linestyle=style, label=f"{program} {how}")
-    axes.set(xlabel="optimizer step", ylabel="bits per byte", ylim=(0, None))
-    axes.legend(frameon=False)
-    figure.savefig(image, metadata={"Date": None} if image.suffix == ".svg" else None)
+    last = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
+    return {
+        "bits_per_byte": [round(step["bits_per_byte"], 4) for step in steps],
+        "held_out": round(last["bits_per_byte"], 4),
+        **{name: round(last[f"{name}_bits_per_byte"], 4) for name in ("gzip", "xz")},
+    }
 
 
 if __name__ == "__main__":

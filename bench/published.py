@@ -1,6 +1,6 @@
 """Predict published training runs, and print how far each prediction is from the measurement.
 
-    python -m bench.published [--rows FILE] [--json] [--plot docs/published.svg]
+    python -m bench.published [--rows FILE] [--json] [--points docs/published.json]
 
 A row is a JSON object (bench/published.jsonl has one a line). Each goes through the time model of
 our own runs (megacpp/speed/): operators, collectives, simulation. At most three constants per GPU
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -282,48 +280,14 @@ def pairs(found: Sequence[Compared]) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(found: Sequence[Compared]) -> str:
-    """Return an SVG of predicted against measured steps, both axes logarithmic."""
-    size, edge = 560, 60
-    shown = [one for one in found if one.time]
-    steps = [
-        x for one in shown for x in (float(one.row["step_s"]), one.time.step_s if one.time else 1)
-    ]
-    low, high = math.floor(math.log10(min(steps))), math.ceil(math.log10(max(steps)))
-
-    def at(seconds: float) -> float:
-        return edge + (size - 2 * edge) * (math.log10(seconds) - low) / (high - low)
-
-    names = list(dict.fromkeys(source_of(one.row) for one in shown))
-    parts = [f'<line x1="{edge}" y1="{size - edge}" x2="{size - edge}" y2="{edge}" stroke="#888"/>']
-    for power in range(low, high + 1):
-        x, y = at(10.0**power), size - at(10.0**power)
-        parts += [
-            f'<line x1="{x:.1f}" y1="{edge}" x2="{x:.1f}" y2="{size - edge}" stroke="#ddd"/>',
-            f'<line x1="{edge}" y1="{y:.1f}" x2="{size - edge}" y2="{y:.1f}" stroke="#ddd"/>',
-            f'<text x="{x:.1f}" y="{size - edge + 16}" text-anchor="middle">{10.0**power:g}</text>',
-            f'<text x="{edge - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>',
-        ]
-    for number, name in enumerate(names):
-        colour = f"hsl({360 * number // len(names)} 65% 45%)"
-        for one in shown:
-            if one.time and source_of(one.row) == name:
-                x, y = at(float(one.row["step_s"])), size - at(one.time.step_s)
-                title = escape(f"{one.row['id']}: {one.ratio - 1:+.0%}")
-                parts.append(
-                    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}" fill-opacity="0.6">'
-                    f"<title>{title}</title></circle>"
-                )
-        y = edge + 16 * number
-        parts.append(f'<circle cx="{size - 40}" cy="{y}" r="4" fill="{colour}"/>')
-        parts.append(f'<text x="{size - 30}" y="{y + 4}">{escape(name)}</text>')
-    parts.append(f'<text x="{size / 2}" y="{size - 20}" text-anchor="middle">measured s</text>')
-    parts.append(f'<text x="{edge}" y="{edge - 14}">predicted s</text>')
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size + 130} {size}" '
-        f'font-family="sans-serif" font-size="12">\n{body}\n</svg>\n'
-    )
+def points(found: Sequence[Compared]) -> dict[str, list[list[float]]]:
+    """Return measured and predicted seconds of each step, by source: docs/published.json."""
+    by_source: dict[str, list[list[float]]] = {}
+    for one in found:
+        if one.time:
+            pair = [float(f"{s:.4g}") for s in (float(one.row["step_s"]), one.time.step_s)]
+            by_source.setdefault(source_of(one.row), []).append(pair)
+    return by_source
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -345,14 +309,15 @@ def main(words: Sequence[str] | None = None) -> int:
     """Compare the rows of a file with predictions."""
     parser = argparse.ArgumentParser(prog="python -m bench.published")
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of rows to compare")
-    parser.add_argument("--plot", type=Path, help="SVG to draw: predicted against measured")
+    parser.add_argument("--points", type=Path, help="JSON to write: measured and predicted steps")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(words)
     try:
         content = report(read(args.rows), read(ROWS))
-        if args.plot:
+        if args.points:
             constants = fit(read(ROWS))
-            args.plot.write_text(plot([compare(row, constants) for row in read(args.rows)]))
+            found = points([compare(row, constants) for row in read(args.rows)])
+            args.points.write_text(json.dumps(found) + "\n")
     except ConfigError as error:
         print(f"error: {error}. Fix: write --rows FILE", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ from bench.pictures import (
     architecture,
     continued,
     dispatch,
+    measured,
     memory,
     meshes,
     planning,
@@ -35,4 +36,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "plan-front": planning.plan_front,
     "continued": continued.other_corpus_and_tails,
     "longer-rows": continued.loss_by_place,
+    "tiny-loss": measured.tiny_loss,
+    "activation-pareto": measured.activation_pareto,
+    "published": measured.published_steps,
 }

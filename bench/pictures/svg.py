@@ -14,13 +14,14 @@ text { font: 12px ui-sans-serif, system-ui, sans-serif; fill: #1f2328; }
 .back { fill: #ffffff; stroke: #d0d7de; }
 .line { stroke: #57606a; fill: none; }
 .edge { stroke: #1f2328; stroke-width: 2; fill: none; }
+.pale { stroke: #d0d7de; fill: none; }
 .off { fill: #e6e9ec; }
 .s0, .s1, .s2, .s3 { fill: none; stroke-width: 2; }
 .s0 { stroke: #77aadd; } .s1 { stroke: #ee8866; } .s2 { stroke: #eedd88; } .s3 { stroke: #44bb99; }
 @media (prefers-color-scheme: dark) {
 text { fill: #e6edf3; } .note { fill: #9da7b3; } .in { fill: #1f2328; }
 .back { fill: #161b22; stroke: #30363d; } .line { stroke: #9da7b3; }
-.edge { stroke: #e6edf3; } .off { fill: #262c36; } }
+.edge { stroke: #e6edf3; } .pale { stroke: #30363d; } .off { fill: #262c36; } }
 """
 
 

@@ -12,7 +12,7 @@ from bench.pictures.draw import FOLDER, PICTURES
 from bench.pictures.svg import FILLS, STYLE, Drawing
 from megacpp.versions import TORCH
 
-PAGES = sorted(FOLDER.parent.glob("*.md"))
+PAGES = [*sorted(FOLDER.parent.glob("*.md")), FOLDER.parents[1] / "README.md"]
 
 
 @pytest.mark.skipif(
@@ -26,12 +26,13 @@ def test_a_picture_shows_todays_program(name: str) -> None:
 
 def test_each_file_is_a_picture() -> None:
     assert {path.stem for path in FOLDER.glob("*.svg")} == set(PICTURES)
+    assert not list(FOLDER.parent.glob("*.svg"))
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_embedded_once_with_words(name: str) -> None:
     text = "\n".join(page.read_text() for page in PAGES)
-    found = re.findall(rf"!\[([^\]]*)\]\(pictures/{name}\.svg\)", text)
+    found = re.findall(rf"!\[([^\]]*)\]\((?:docs/)?pictures/{name}\.svg\)", text)
     assert len(found) == 1 and len(found[0]) > 40
 
 
@@ -56,7 +57,7 @@ def test_a_picture_stays_within_its_frame(name: str) -> None:
 
 def test_both_colour_schemes_have_every_class() -> None:
     light, dark = STYLE.split("@media (prefers-color-scheme: dark)")
-    for kind in ("text", ".note", ".in", ".back", ".line", ".edge", ".off"):
+    for kind in ("text", ".note", ".in", ".back", ".line", ".edge", ".pale", ".off"):
         assert f"{kind} {{" in light and f"{kind} {{" in dark
     assert len(set(FILLS)) == len(FILLS)
 
