@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,27 @@ def test_the_record_is_whole() -> None:
     assert all(record[key] for key in ("torch", "commit", "date", "machine"))
     places = {k: v[0] for k, v in record["token_losses"].items() if k.endswith("by place")}
     assert len(places) == 4 and {len(one) for one in places.values()} == {PLACES}
+
+
+def test_the_record_shows_what_the_chapters_say() -> None:
+    record = json.loads(RECORD.read_text())
+    runs = {run["variant"]: run for run in record["runs"] if run["seed"] == 1}
+    last = {name: run["held_out"][-1][1] for name, run in runs.items()}
+    replay = [last[name] for name in ("python", "python, 10% replay", "python, 25% replay")]
+    for less, more in pairwise(replay):  # more replay keeps more, and learns less
+        assert less["headers"] > more["headers"] > last["base"]["headers"]
+        assert less["python"] < more["python"] < last["python from scratch"]["python"]
+    behind = {
+        name: statistics.mean(record["token_losses"][f"{name}, by place"][0][PLACES // 4 :])
+        for name in ("base", "yarn 0", "long 60", "yarn 60")
+    }
+    assert behind["base"] > behind["long 60"] > behind["yarn 0"] > behind["yarn 60"]
+    assert abs(last["grown"]["headers"] - last["base"]["headers"]) < 0.01
+    (_, before), (_, after) = (
+        record["token_losses"][f"{name}, known and new ids"][0] for name in ("grown 0", "grown 100")
+    )
+    assert after < before - 3
+    assert runs["grown 100"]["bits_per_byte"] < runs["as it was 100"]["bits_per_byte"]
 
 
 def test_token_losses_are_those_of_the_model(corpus: Path) -> None:

@@ -107,7 +107,8 @@ def stable_end(runs: dict[str, Any], tail: str) -> tuple[float, float]:
 
 
 def _runs() -> dict[str, Any]:
-    return {run["variant"]: run["held_out"] for run in json.loads(RECORD.read_text())["runs"]}
+    runs = json.loads(RECORD.read_text())["runs"]
+    return {run["variant"]: run["held_out"] for run in runs if run["seed"] == 1}
 
 
 def _with_start(runs: dict[str, Any], name: str) -> list[tuple[float, dict[str, float]]]:
