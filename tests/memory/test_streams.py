@@ -13,11 +13,8 @@ from megacpp.config.arguments import parse_run
 from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, TrainConfig
 from megacpp.memory.estimate import estimate
 from megacpp.memory.forms.activations import activation_bytes
-from megacpp.memory.forms.batch import ids_bytes, mask_bytes
-from megacpp.memory.forms.local_shapes import LocalShapes
 from tests.memory.test_activations import FULL, NONE, SELECTIVE, agree, config_of, same
-from tests.memory.working_cases import WIDE, most_bytes, named_parts
-from tests.memory.working_sets import working_sets
+from tests.memory.working_cases import WIDE, ratios
 
 MHC = {"streams": 3, "iterations": 2}
 
@@ -76,21 +73,8 @@ def run_of(case: str) -> tuple[Config, int]:
 
 @pytest.mark.parametrize("case", WORKING)
 def test_working_sets(case: str) -> None:
-    config, size = run_of(case)
-    own = LocalShapes.on_rank(config, size, 0)
-    parts, letters = named_parts(config), set(config.model.pattern)
-    first = f"blocks.{config.model.pattern.find('A')}"
-    stream = trace_step(config, size)
-    with_batch, batch = (
-        working_sets(stream, batch=True, parts=parts),
-        ids_bytes(own) + mask_bytes(own, letters),
-    )
-    for (phase, part), found in working_sets(stream, parts=parts).items():
-        most = most_bytes(own, parts[part], phase)
-        if (phase, part) == ("forward", first):
-            found = with_batch[phase, part]
-            most = batch + most_bytes(own, parts[part], phase, first=True)
-        assert 0.98 <= most / found.bytes <= 1.02, (phase, part, most, found.bytes)
+    found = ratios(*run_of(case))
+    assert found and all(0.98 <= ratio <= 1.02 for ratio in found.values()), found
 
 
 def test_the_whole_step() -> None:

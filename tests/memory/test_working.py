@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.memory.block_trace import moments
-from megacpp.memory.forms.batch import ids_bytes, mask_bytes
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.traced import TracedPart, request_of, trace_of
-from megacpp.model.pattern import block_letters
-from tests.memory.working_cases import misses, most_bytes, named_parts
-from tests.memory.working_sets import working_sets
+from tests.memory.working_cases import misses, ratios
 
 ONE_STEP = "--train.grad_accum 1 --train.tokens_per_step 0"
 NAM56R = "nam56r_base --model.depth 3 --model.pattern"
@@ -32,22 +28,9 @@ CASES = (
 @pytest.mark.parametrize(("size", "flags"), CASES, ids=[f"{n} {flags}" for n, flags in CASES])
 def test_moments_are_those_of_a_trace(size: int, flags: str) -> None:
     config = parse_run([*flags.split(), *ONE_STEP.split()], size).config
-    own = LocalShapes.on_rank(config, size, 0)
-    letters = block_letters(config.model.pattern, config.model.depth)
-    parts = named_parts(config)
-    makes_mask = f"blocks.{letters.index('A')}"
-    stream = trace_step(config, size)
-    with_batch, batch = (
-        working_sets(stream, batch=True, parts=parts),
-        ids_bytes(own) + mask_bytes(own, letters),
-    )
-    for (phase, part), found in working_sets(stream, parts=parts).items():
-        most = most_bytes(own, parts[part], phase)
-        if (phase, part) == ("forward", makes_mask):
-            found = with_batch[phase, part]
-            most = batch + most_bytes(own, parts[part], phase, first=True)
-        # Indices and sums of single tokens are left out; nothing that is left out weighs more.
-        assert 0.995 <= most / found.bytes <= 1.02, (phase, part, most, found.bytes)
+    # Indices and sums of single tokens are left out; nothing that is left out weighs more.
+    found = ratios(config, size)
+    assert found and all(0.995 <= ratio <= 1.02 for ratio in found.values()), found
 
 
 def test_gradients_are_part_of_a_moment() -> None:

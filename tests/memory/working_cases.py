@@ -6,8 +6,10 @@ from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
 from megacpp.memory.budget import as_run
+from megacpp.memory.forms.batch import ids_bytes, mask_bytes
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts, traced_moments
+from megacpp.model.pattern import block_letters
 from tests.memory.working_sets import working_sets
 
 # Widths of a preset, for what is small beside them to be so here; short rows, one microbatch.
@@ -29,6 +31,24 @@ def named_parts(config: Config) -> dict[str, TracedPart]:
 def most_bytes(own: LocalShapes, part: TracedPart, phase: str, first: bool = False) -> int:
     """Bytes at the fullest moment of a part."""
     return max(m.bytes for m in traced_moments(own, part, PHASES[phase], first))
+
+
+def ratios(config: Config, size: int) -> dict[tuple[str, str], float]:
+    """Bytes at the fullest moment of each phase and part over those of a traced step."""
+    own, parts = LocalShapes.on_rank(config, size, 0), named_parts(config)
+    letters = block_letters(config.model.pattern, config.model.depth)
+    stream = trace_step(config, size)
+    traced = working_sets(stream, parts=parts)
+    found = {
+        (phase, part): most_bytes(own, parts[part], phase) / at.bytes
+        for (phase, part), at in traced.items()
+    }
+    makes_mask = "forward", f"blocks.{letters.find('A')}"
+    if makes_mask in traced:
+        batch = ids_bytes(own) + mask_bytes(own, letters)
+        most = batch + most_bytes(own, parts[makes_mask[1]], "forward", first=True)
+        found[makes_mask] = most / working_sets(stream, batch=True, parts=parts)[makes_mask].bytes
+    return found
 
 
 def misses(

@@ -24,6 +24,7 @@ from megacpp.model.fp32 import contract_parameters
 from megacpp.model.init import initialise
 from megacpp.model.regions import Region, layer_regions
 from megacpp.model.scan import HeadTensors
+from tests.model.half_precision import check_half_precision
 from tests.model.test_gated_delta_rule import (
     IDS_BT,
     B,
@@ -144,25 +145,9 @@ def test_convolution_and_scan_are_all_that_looks_back() -> None:
     assert dx.abs().max() == 0
 
 
-@pytest.mark.parametrize("how", ["narrow weights", "autocast"])
-def test_half_precision_is_near(how: str) -> None:
-    """Six roundings to 8 bits lie on the way of a value; 6 * 2^-8 of the largest bounds them."""
-    x = torch.randn(B, T, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
-    want = layer(dtype=torch.float32)(x.float())
-    if how == "autocast":
-        with torch.autocast("cpu", torch.bfloat16):
-            got = layer(dtype=torch.float32)(x.float())
-        assert got.dtype == torch.float32
-    else:
-        mixer = layer(dtype=torch.bfloat16)
-        got = mixer(x)
-        got.sum().backward()
-        assert got.dtype == torch.bfloat16
-        assert all(p.grad is not None and p.grad.dtype == p.dtype for p in mixer.parameters())
-        state = mixer.init_state(B, x.device, x.dtype)
-        assert state.S_BNKV.dtype == torch.float32
-        assert mixer.step(x[:, 0], state)[0].dtype == torch.bfloat16
-    assert_close(got.float() / want.abs().max(), want / want.abs().max(), 6 * 2.0**-8)
+@pytest.mark.parametrize("autocast", [False, True], ids=["narrow weights", "autocast"])
+def test_half_precision_is_near(autocast: bool) -> None:
+    check_half_precision(lambda dtype: layer(dtype=dtype), autocast, "S_BNKV")
 
 
 def test_contract_parameters_stay_wide() -> None:

@@ -19,6 +19,7 @@ from megacpp.kernels.restarts import sequences_of
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.init import initialise
+from tests.model.half_precision import check_half_precision
 
 FP64 = 1e-12  # two formulas of the same thing in fp64
 CLIPS = [None, StateClip(0.05, "total"), StateClip(0.05, "carried")]
@@ -309,25 +310,9 @@ def test_contract_parameters_stay_wide() -> None:
     assert all(p.dtype == torch.float64 for p in layer(dtype=torch.double).parameters())
 
 
-@pytest.mark.parametrize("how", ["narrow weights", "autocast"])
-def test_half_precision_is_near(how: str) -> None:
-    """Six roundings to 8 bits lie on the way of a value; 6 * 2^-8 of the largest bounds them."""
-    x = torch.randn(2, 23, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
-    want = layer(dtype=torch.float32)(x.float())
-    if how == "autocast":
-        with torch.autocast("cpu", torch.bfloat16):
-            got = layer(dtype=torch.float32)(x.float())
-        assert got.dtype == torch.float32
-    else:
-        mixer = layer(dtype=torch.bfloat16)
-        got = mixer(x)
-        got.sum().backward()
-        assert got.dtype == torch.bfloat16
-        assert all(p.grad is not None and p.grad.dtype == p.dtype for p in mixer.parameters())
-        state = mixer.init_state(2, x.device, x.dtype)
-        assert state.h_BNKV.dtype == torch.float32
-        assert mixer.step(x[:, 0], state)[0].dtype == torch.bfloat16
-    assert_close(got.float() / want.abs().max(), want / want.abs().max(), 6 * 2.0**-8)
+@pytest.mark.parametrize("autocast", [False, True], ids=["narrow weights", "autocast"])
+def test_half_precision_is_near(autocast: bool) -> None:
+    check_half_precision(lambda dtype: layer(dtype=dtype), autocast, "h_BNKV")
 
 
 def test_init_rules_cover_everything() -> None:
