@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 ATTEMPTS, WAIT_S = 5, 1.0  # of a transfer; the wait doubles
+STREAMED = "datasets:"  # begins a source that the library `datasets` streams
 # Protocol -> package of its file system; the extra `remote` has them all.
 PACKAGES = {
     "s3": "s3fs",
@@ -36,6 +38,16 @@ class NoStoreError(Exception):
 def is_url(source: str) -> bool:
     """Return whether a source is a URL and no path."""
     return re.match(r"[a-z][a-z0-9+.-]*://", source) is not None
+
+
+def is_far(source: str) -> bool:
+    """Return whether a source is a URL or a data set that `datasets` streams, and no path."""
+    return is_url(source) or source.startswith(STREAMED)
+
+
+def source_name(source: str) -> str:
+    """Return the last part of a path, of a URL or of `datasets:NAME:SPLIT` (`NAME-SPLIT`)."""
+    return PurePosixPath(source).name.removeprefix(STREAMED).replace(":", "-")
 
 
 def open_store(url: str) -> tuple[Any, str]:

@@ -26,6 +26,7 @@ FILES = sorted(
 OPTIONAL = {
     "mamba_ssm", "tilelang", "torchao", "transformer_engine", "triton",
     "pyarrow", "zstandard", "transformers", "matplotlib", "tensorboard", "wandb",
+    "lm_eval", "datasets", "fsspec", "huggingface_hub", "s3fs", "gcsfs", "yaml",
 }  # fmt: skip
 # Modules that training imports where it needs them.
 NOT_AT_START = (

@@ -16,6 +16,7 @@ from megacpp.data.compressors import compressor_lines
 from megacpp.data.held_out import shortfall
 from megacpp.data.prepare import Prepared, ensure_corpus
 from megacpp.data.spec import CorpusSpec
+from megacpp.urls import source_name
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class PrepareArgs(CorpusSpec):
 
     def folder(self) -> Path:
         """Return the folder of the corpus."""
-        name = Path(self.source).name.removeprefix("datasets:").replace(":", "-")
+        name = source_name(self.source)
         for suffix in (".zst", ".gz", ".jsonl", ".parquet", ".txt", ".md"):
             name = name.removesuffix(suffix)
         return Path(self.out) if self.out else Path("data", name or "corpus")

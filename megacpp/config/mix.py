@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megacpp.config.schema import DataConfig
 from megacpp.errors import ConfigError, config_error, shortened
-from megacpp.urls import is_url
+from megacpp.urls import is_far, source_name
 
 INDEX = "index.json"  # every corpus has one
 PREPARED = ".prepared"  # ends the folder of a corpus that a run has made
@@ -49,7 +49,7 @@ def mix_stages(mix: str) -> list[MixStage]:
         found = SHARE.fullmatch(share)
         if not folder or found is None:
             raise ValueError(f"{shortened(word)!r} isn't NAME=SHARE")
-        name = Path(folder).name
+        name = source_name(folder)
         if not name or name in weights:
             raise ValueError(f"{shortened(word)!r} names none, or one that the stage has already")
         weights[name] = Fraction(found[1])
@@ -82,8 +82,9 @@ def _shares(weights: dict[str, Fraction]) -> dict[str, Fraction]:
 def source_folders(data: DataConfig) -> dict[str, Path]:
     """Return the folder of each corpus of a mixture by its name; empty without a mixture.
 
-    A name is the folder of that name beside `data.path`; a path or a URL has a slash. The corpus of
-    texts that aren't prepared is `NAME.prepared` beside `data.path`.
+    A name is the folder of that name beside `data.path`; a path or a URL has a slash, and
+    `datasets:NAME:SPLIT` is a data set. The corpus of texts that aren't prepared is `NAME.prepared`
+    beside `data.path`.
 
     Raises:
         ValueError: two folders would have the same name.
@@ -106,10 +107,11 @@ def _sources(data: DataConfig) -> Iterator[tuple[str, Path, str]]:
     for word in _words(data.mix) if data.mix else ():
         source = word.rpartition("=")[0]
         path = Path(source) if "/" in source else beside / source
-        # Texts to prepare: at a URL, or what exists and is no corpus.
-        raw = is_url(source) or path.is_file() or (path.is_dir() and not (path / INDEX).is_file())
-        folder = beside / f"{path.name}{PREPARED}" if raw else path
-        yield path.name, folder, (source if is_url(source) else str(path)) if raw else ""
+        # Texts to prepare: those from elsewhere, or what exists and is no corpus.
+        far, name = is_far(source), source_name(source)
+        raw = far or path.is_file() or (path.is_dir() and not (path / INDEX).is_file())
+        folder = beside / f"{name}{PREPARED}" if raw else path
+        yield name, folder, (source if far else str(path)) if raw else ""
 
 
 def _words(mix: str) -> list[str]:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megacpp.data.conversations import is_conversation, messages_of
 from megacpp.data.files import RECORD_SUFFIXES
-from megacpp.data.streams import PREFIX, stream_records
+from megacpp.data.streams import stream_records
 from megacpp.errors import DataError, did_you_mean
+from megacpp.urls import STREAMED
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -50,7 +51,7 @@ def read_file(path: Path, field: str, longest: int) -> Iterator[SourceDocument]:
         DataError: unreadable file, broken record, missing or non-text field.
     """
     try:
-        if str(path).startswith(PREFIX):
+        if str(path).startswith(STREAMED):
             yield from _cut_texts(_stream(str(path), field), longest)
         elif path.name.endswith((".parquet", ".arrow")):
             yield from _cut_texts(_table(path, field), longest)

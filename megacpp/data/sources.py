@@ -11,9 +11,9 @@ from pathlib import Path
 from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files, saved_files
 from megacpp.data.readers import SourceDocument, read_file
 from megacpp.data.remote import RemoteFiles, remote_files
-from megacpp.data.streams import PREFIX, stream_facts
+from megacpp.data.streams import stream_facts
 from megacpp.errors import DataError
-from megacpp.urls import is_url
+from megacpp.urls import STREAMED, is_url
 
 TORCH_HEADERS = "torch-headers"
 LONGEST = 1 << 21  # bytes of a document: encoding takes some hundred bytes for each
@@ -76,7 +76,7 @@ def find_source(source: str, globs: Sequence[str] = (), document_bytes: int = 0)
     Raises:
         DataError: nothing exists there, or there is no file to take.
     """
-    if source.startswith(PREFIX):
+    if source.startswith(STREAMED):
         size, origin = stream_facts(source)
         longest = document_bytes or LONGEST
         return Source(source, (Path(source),), size, (), longest, origin=origin)

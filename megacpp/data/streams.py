@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megacpp.errors import DataError
-from megacpp.urls import one_line
-
-PREFIX = "datasets:"
+from megacpp.urls import STREAMED, one_line
 
 
 class StreamFacts(NamedTuple):
@@ -67,7 +65,7 @@ def stream_records(source: str) -> Iterator[dict[str, Any]]:
 
 def _parts(source: str) -> tuple[str, str | None, str]:
     """Return the name, the configuration and the split; the last is empty if none is named."""
-    name, *more = source.removeprefix(PREFIX).split(":")
+    name, *more = source.removeprefix(STREAMED).split(":")
     return name, (more[0] if len(more) > 1 else None), (more[-1] if more else "")
 
 

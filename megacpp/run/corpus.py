@@ -19,7 +19,7 @@ from megacpp.data.mixture import Mixture
 from megacpp.data.shards import INDEX
 from megacpp.data.sources import TORCH_HEADERS, find_source
 from megacpp.errors import DataError, config_error
-from megacpp.urls import is_url
+from megacpp.urls import is_far
 
 STAMP = "source.sha256"  # of the files that a run has prepared
 RunCorpus = Corpus | Mixture
@@ -71,7 +71,7 @@ def prepare_sources(config: Config) -> None:
 
 def _stamp(raw: str) -> str:
     """Return a digest of names, sizes, and times or tags of a source's files."""
-    if is_url(raw):
+    if is_far(raw):
         facts = list(find_source(raw).facts())
     else:
         files = sorted(path for path in Path(raw).rglob("*") if path.is_file()) or [Path(raw)]

@@ -102,6 +102,9 @@ def test_files_of_a_folder(run: Path) -> None:
         "float32",
     )
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
+    generation = json.loads((folder / "generation_config.json").read_text())
+    ids = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
+    assert generation == ids | {"do_sample": False}
     card = (folder / "README.md").read_text()
     assert "| steps | 40 |" in card and "| tokens | 10,240 |" in card
     assert "bits per byte (gzip " in card and "`Qwen3NextForCausalLM`" in card

@@ -179,6 +179,25 @@ def test_texts_at_a_url_are_a_source(home: Path, tmp_path: Path) -> None:
     shutil.rmtree(home / "far.prepared")
 
 
+def test_a_data_set_is_a_source(home: Path, tmp_path: Path) -> None:
+    """A split that `datasets` streams is prepared once, with the tokenizer of the first source."""
+    datasets = pytest.importorskip("datasets")
+    texts = [f"Word {i} is {i * i % 89} or less.\n" * 9 for i in range(70)]
+    (tmp_path / "served").mkdir()
+    datasets.Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "served/train.parquet")
+    source = f"datasets:{tmp_path / 'served'}:train"
+    mix, flags = f"corpus=1,{source}=1", ["--run.steps", "2"]
+    begun = start(home, "of-a-set", *flags, mix=mix)
+    assert begun.returncode == 0 and "val_loss/served-train=" in begun.stdout, begun.stderr
+    folder = home / "served-train.prepared"
+    assert f"{source} is being prepared for {folder}" in begun.stdout
+    again = start(home, "of-a-set-again", *flags, mix=mix)
+    assert f"{source} is prepared in {folder}" in again.stdout, again.stderr
+    gone = start(home, "of-no-set", mix=f"corpus=1,{source}ing=1")
+    assert gone.returncode == 3 and len(gone.stderr.strip().splitlines()) == 1, gone.stderr
+    assert "has the splits train" in gone.stderr
+
+
 def test_texts_that_cannot_be_prepared_are_one_line(home: Path) -> None:
     empty = home / "empty/texts"
     empty.mkdir(parents=True)
