@@ -31,7 +31,10 @@ def test_chapter_has_the_shape_of_a_chapter(chapter: Path) -> None:
     assert len(prose) <= 8000
     wide = [line for line in prose.splitlines() if len(line) > 100 and not line.startswith("![")]
     assert wide == [], "fill the paragraph at 100 columns"
-    assert "<details>" in text, "a chapter ends with a 'break it' exercise and its folded answer"
+    title, *_ = text.splitlines()
+    assert title.startswith("# ") and title.endswith("?"), "a chapter answers its title"
+    _, heading, exercise = text.partition("\n## Break it\n")
+    assert heading and "<details>" in exercise, "it ends with an exercise and its folded answer"
     for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
         if not link.startswith("http"):
             assert (chapter.parent / link).exists(), f"{chapter.name}: broken link {link}"
