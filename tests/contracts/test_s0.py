@@ -89,7 +89,7 @@ def test_s0_3_wrappers_vanish_inside_a_compiled_block() -> None:
     assert {0, 4, 6} <= set(whole) <= set(ac.compiled), "A, F and A are graphs"
     for key in whole:
         for module in model.blocks[str(key)].modules():
-            assert getattr(module, "seam", PLAIN) is PLAIN
+            assert getattr(module, "recompute", PLAIN) is PLAIN
     assert isinstance(model.blocks["1"].recompute, BlockRecompute), "E is no graph"
 
 
