@@ -199,6 +199,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 IDS = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(5))
+ROTATED = tuple(f"{name}.weight" for name in ("q_proj", "q_b_proj", "kv_a_proj_with_mqa"))
 
 
 def saved(name: str, folder: Path) -> Any:
@@ -234,10 +235,13 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
     final = final_folder(tmp_path / "run", ours)
     assert main(["export", str(final), "--out", str(tmp_path / "out"), "--dtype", "fp32"]) == 0
     written, first = tensors(tmp_path / "out"), tensors(tmp_path / "hf")
-    if name in ("deepseek_v3_halves", "mistral"):  # written as the class has it elsewhere
-        return
     assert written.keys() == first.keys()
-    assert all(torch.equal(written[key], first[key]) for key in first)
+    for key in first:
+        # Rows that rope pairs as halves are written in the order of pairs.
+        if name == "deepseek_v3_halves" and key.endswith(ROTATED):
+            assert sorted(written[key].tolist()) == sorted(first[key].tolist())
+        else:
+            assert torch.equal(written[key], first[key]), key
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
