@@ -26,7 +26,7 @@ from megacpp.blocks.experts import module as moe_module
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.experts import fp8 as fp8_products
+from megacpp.kernels.experts import mlp as expert_products
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
 from megacpp.model.recompute import PLAIN
@@ -167,9 +167,9 @@ def calls(sorting: ModuleType = moe_module) -> Iterator[dict[str, int]]:
     with pytest.MonkeyPatch.context() as patch:
         sorts = [name for name in vars(sorting) if name.startswith("group_rows")]
         kernels = ["products", "outer_products"]
-        for module, names in ((sorting, sorts), (fp8_products, kernels)):
+        for module, names in ((sorting, sorts), (expert_products, kernels)):
             for name in names:
-                key = name if module is fp8_products else "sort"
+                key = name if module is expert_products else "sort"
                 patch.setattr(module, name, counted(key, getattr(module, name)))
         yield found
 

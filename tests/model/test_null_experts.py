@@ -25,7 +25,7 @@ from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.experts import fp8 as fp8_products
+from megacpp.kernels.experts import mlp as expert_products
 from megacpp.kernels.experts.copies import spread_rows
 from megacpp.kernels.experts.grouped_mm import outer_products, products
 from megacpp.kernels.experts.rows import (
@@ -338,7 +338,7 @@ def test_nulls_are_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
         rows.append(len(x_SD))
         return products(x_SD, *rest)
 
-    monkeypatch.setattr(fp8_products, "products", counted)
+    monkeypatch.setattr(expert_products, "products", counted)
     layer(x)
     counts = layer.router.tokens_per_expert.tolist()
     assert set(rows) == {sum(-(-n // 48) * 48 for n in counts[:8])}

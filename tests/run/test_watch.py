@@ -64,7 +64,8 @@ def test_on_a_terminal_runs_are_drawn_anew_until_they_end(run: Path) -> None:
     """A pseudo-terminal: each look is drawn over the one before, and the last one stays."""
     lock, (mine, theirs) = take(run), os.openpty()
     command = [sys.executable, "-m", "megacpp", "watch", str(run), "--every", "0.1"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs)
+    wide = os.environ | {"COLUMNS": "400"}  # lines end at the screen's edge
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, env=wide)
     os.close(theirs)
     text = ""
     try:
