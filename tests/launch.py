@@ -85,8 +85,23 @@ def background(
         out: where its output goes.
     """
     under = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    words = [*(under if ranks > 1 or agent else []), "train.py", *kept_apart(flags)]
+    with in_a_session(*words, env=env, out=out) as process:
+        yield process
+
+
+@contextmanager
+def in_a_session(
+    *words: str, env: Mapping[str, str] | None = None, out: int = subprocess.PIPE
+) -> Iterator[subprocess.Popen[str]]:
+    """A Python command and its children in a session of their own; what is left is killed.
+
+    Args:
+        env: further variables.
+        out: where its output goes.
+    """
     process = subprocess.Popen(
-        [sys.executable, *(under if ranks > 1 or agent else []), "train.py", *kept_apart(flags)],
+        [sys.executable, *words],
         cwd=ROOT,
         stdout=out,
         stderr=subprocess.PIPE,

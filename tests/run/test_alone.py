@@ -21,10 +21,11 @@ from megacpp.run import lock as locks
 from megacpp.run import preemption
 from megacpp.run.lock import FILE, take
 from megacpp.state.published import latest_checkpoint
-from tests.launch import ROOT, background, forked, until
+from tests.launch import ROOT, background, forked, in_a_session, until
 from tests.run.test_preemption import FLAGS, children
 from tests.test_run import records
 
+HERE = {"PYTHONPATH": str(ROOT)}  # children of a command import this checkout, too
 HOLD = (
     "import sys, time; from pathlib import Path; from megacpp.run.lock import take;"
     "lock = take(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
@@ -151,26 +152,6 @@ def test_a_lock_that_is_deleted_before_it_is_granted(
     second.release()
 
 
-@contextmanager
-def run_in_a_session(*words: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python command and its children in a session of their own; what is left is killed."""
-    process = subprocess.Popen(
-        [sys.executable, *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
 def ended(pids: list[int], within_s: float) -> bool:
     """Return whether processes have ended after at most so many seconds."""
     deadline = time.monotonic() + within_s
@@ -182,7 +163,7 @@ def ended(pids: list[int], within_s: float) -> bool:
 
 
 def test_a_rank_that_the_kernel_does_not_end_looks_for_its_launcher_each_step() -> None:
-    """As where there is no prctl: nothing but the check of a step ends this rank."""
+    """A rank without prctl ends by the check that it makes in each step."""
     code = (
         "import os, time; from megacpp.run.preemption import StopRequest;"
         "os.environ['TORCHELASTIC_RUN_ID'] = 'x'; rank = os.fork();"
@@ -190,7 +171,7 @@ def test_a_rank_that_the_kernel_does_not_end_looks_for_its_launcher_each_step() 
         "print(os.getpid(), flush=True);"
         "[time.sleep(0.05) for _ in iter(lambda: True if rank else not stop(), False)]"
     )
-    with run_in_a_session("-c", code) as launcher:
+    with in_a_session("-c", code, env=HERE) as launcher:
         assert launcher.stdout is not None
         (rank,) = {int(launcher.stdout.readline()) for _ in range(2)} - {launcher.pid}
         assert not ended([rank], 0.5), "its launcher lives"
@@ -214,7 +195,7 @@ def test_ctrl_c_twice_ends_ranks_that_wait_for_ever(tmp_path: Path) -> None:
         "libc.pthread_mutex_lock(mutex)\n"
     )
     agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    with run_in_a_session(*agent) as process:
+    with in_a_session(*agent, env=HERE) as process:
         until(lambda: len([*tmp_path.glob("rank-*")]) == 2, process)
         ranks = [int(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")]
         try:
@@ -359,7 +340,7 @@ def test_ranks_end_with_their_killed_launcher(corpus: Path, tmp_path: Path, laun
     """Kill it: its two ranks are gone within 5 s and save nothing more."""
     folder = tmp_path / "run"
     words = flags(corpus, folder, 2, "--run.steps", "100000")
-    ours = run_in_a_session("-m", "megacpp", "train", *words, "--nproc", "2")
+    ours = in_a_session("-m", "megacpp", "train", *words, "--nproc", "2", env=HERE)
     with background(*words, ranks=2) if launcher == "torchrun" else ours as agent:
         until(lambda: rows(folder) >= 2, agent)
         ranks = children(agent.pid)

@@ -205,7 +205,7 @@ def test_a_flipped_bit_rotates_no_sound_one_out(
 
 
 def test_a_checkpoint_is_read_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the hash of its save; all are, where no sound one is new."""
+    """A save reads old files once; it reads them all again if the new checkpoint is not sound."""
     read: list[str] = []
 
     def counted(path: Path) -> FileEntry:
