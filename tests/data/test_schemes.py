@@ -15,8 +15,8 @@ from megacpp.errors import DataError
 from megacpp.urls import PACKAGES
 
 fsspec = pytest.importorskip("fsspec")
-from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.registry import _registry
+MemoryFileSystem = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
+_registry = pytest.importorskip("fsspec.registry")._registry
 
 ROOT = Path(__file__).parents[2]
 
