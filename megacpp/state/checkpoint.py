@@ -248,7 +248,8 @@ def _prepare(pending: Path, final: Path, whole: Catalogue) -> None:
     folder.mkdir(exist_ok=True)  # no parents: a run folder that is gone isn't made anew elsewhere
     for leftover in folder.glob(f"step-*{PENDING}"):
         shutil.rmtree(leftover)
-    needed, free = whole.num_bytes, shutil.disk_usage(folder).free
+    # A tenth more: headers, the manifest, and what others write meanwhile.
+    needed, free = whole.num_bytes * 11 // 10, shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
             f"{final}: needs {needed:,} bytes, the disk has {free:,} free. "

@@ -7,6 +7,7 @@ files, and lengths.
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from megacpp.state.export import INDEX
 from tests.figures import Record
 from tests.state.test_hostile import one_line, rehashed
 
-MUTATIONS = 3000
+MUTATIONS = int(os.environ.get("MEGACPP_MUTATIONS", "3000"))
 HUGE = 100 << 30
 VALUES: list[Any] = [-1, 2**63, 2**64, 1e300, "x", None, True, [], {}, [[]], [-1], ["x"], [0] * 9]
 

@@ -361,7 +361,9 @@ def test_a_killed_rank_is_named_under_torchrun(corpus: Path, tmp_path: Path) -> 
     words = flags(corpus, folder, 2, "--run.steps", "100000")
     with background(*words, ranks=2) as agent:
         until(lambda: rows(folder) >= 2, agent)
-        os.kill(children(agent.pid)[1], signal.SIGKILL)
+        other, lost = children(agent.pid)
+        os.kill(lost, signal.SIGKILL)
+        assert ended([other], 15), "a rank waits for one that is gone"
         _, err = agent.communicate(timeout=120)
     ours = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(ours) == 1 and ours[0].startswith("error: rank 1 lost: "), err

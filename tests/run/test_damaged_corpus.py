@@ -46,6 +46,26 @@ def reverse(corpus: Path) -> str:
     return f"{path}: documents "
 
 
+def amid(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Do something on the first rank before step AT."""
+    accumulate = AccumulationBoundary.accumulate
+
+    def hit(self: AccumulationBoundary, batches: Any, step: int = 0) -> Any:
+        if step == AT and os.environ.get("RANK", "0") == "0":
+            act()
+        return accumulate(self, batches, step)
+
+    patch.setattr(AccumulationBoundary, "accumulate", hit)
+
+
+def same_run(folder: Path, twin: Path) -> None:
+    """Check that two runs made the same steps and weights."""
+    for one, two in zip(records(folder), records(twin), strict=True):
+        assert all(one[key] == two[key] for key in ("step", "loss", "grad_norm", "lr"))
+    name = "final/model.safetensors"
+    assert (folder / name).read_bytes() == (twin / name).read_bytes()
+
+
 @pytest.mark.parametrize(
     ("damage", "ranks"),
     [(truncate, 1), (truncate, 2), (reverse, 1)],
@@ -61,15 +81,12 @@ def test_a_run_goes_on_once_its_corpus_is_mended(
 ) -> None:
     damaged, folder, twin = (tmp_path / name for name in ("corpus", "run", "twin"))
     shutil.copytree(corpus, damaged)
-    accumulate = AccumulationBoundary.accumulate
 
-    def hit(self: AccumulationBoundary, batches: Any, step: int = 0) -> Any:
-        if step == AT and os.environ.get("RANK", "0") == "0":
-            (tmp_path / "said").write_text(damage(damaged))
-        return accumulate(self, batches, step)
+    def damage_and_say() -> None:
+        (tmp_path / "said").write_text(damage(damaged))
 
     with monkeypatch.context() as patch:
-        patch.setattr(AccumulationBoundary, "accumulate", hit)
+        amid(patch, damage_and_say)
         done = run(damaged, folder, ranks)
     assert done.returncode == 3, done.stdout + done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -83,8 +100,22 @@ def test_a_run_goes_on_once_its_corpus_is_mended(
     done = run(damaged, folder, ranks)
     assert done.returncode == 0 and "resumed at step 4 of 8" in done.stdout, done.stderr
     assert run(corpus, twin, ranks).returncode == 0
-    for one, two in zip(records(folder), records(twin), strict=True):
-        assert all(one[key] == two[key] for key in ("step", "loss", "grad_norm", "lr"))
-    name = "final/model.safetensors"
-    assert (folder / name).read_bytes() == (twin / name).read_bytes()
+    same_run(folder, twin)
     record_property("runs whose corpus was damaged under them, mended and gone on bit for bit", 1)
+
+
+def test_a_shard_that_is_removed_stays_for_the_run_that_has_it_open(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a local disk; the next start is refused, and names it."""
+    damaged, folder, twin = (tmp_path / name for name in ("corpus", "run", "twin"))
+    shutil.copytree(corpus, damaged)
+    shard = damaged / "train-00000.bin"
+    with monkeypatch.context() as patch:
+        amid(patch, shard.unlink)
+        done = run(damaged, folder, 1)
+    assert done.returncode == 0 and not shard.exists(), done.stderr
+    assert run(corpus, twin, 1).returncode == 0
+    same_run(folder, twin)
+    done = run(damaged, folder, 1)
+    assert done.returncode == 3 and f"error: {shard}: " in done.stderr, done.stderr

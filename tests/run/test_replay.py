@@ -73,6 +73,13 @@ def test_another_mesh_is_equal_to_the_tolerance(
     other = ["--nproc", "1", "--mesh.dp-shard", "1", "--train.grad-accum", "2"]
     assert main(["replay", str(run), "--from", "3", "--steps", "1", *other]) == 0
     assert "1 of 1 steps" in capsys.readouterr().out
+    metrics = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for away, code in ((1e-8, 1), (0.0, 0)):  # the tolerance is between 1e-15 and this
+        changed = [*lines[:3], {**lines[3], "loss": lines[3]["loss"] * (1 + away)}, *lines[4:]]
+        metrics.write_text("".join(json.dumps(line) + "\n" for line in changed))
+        assert main(["replay", str(run), "--from", "3", "--steps", "1", *other]) == code
+    capsys.readouterr()
     assert main(["replay", str(run), "--from", "4"]) == 2
     assert "has no such checkpoint. Fix: use one of 3, 6, 8" in capsys.readouterr().err
     assert main(["replay", str(run)]) == 2

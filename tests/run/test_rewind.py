@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megacpp.cli.main import main
 from megacpp.data.batches import Batch
 from megacpp.data.loader import Loader
 from megacpp.run.step_status import StepStatus
@@ -25,6 +26,7 @@ from parallel.boundary import AccumulationBoundary
 from parallel.step_sums import StepSums
 from tests.figures import Record
 from tests.launch import Done, forked
+from tests.run.test_replay import forks as forks  # a fixture
 from tests.test_run import ADAMW, SMALL, records
 
 pytestmark = pytest.mark.slow
@@ -71,14 +73,21 @@ def blind(patch: pytest.MonkeyPatch, rows: range = BAD) -> None:
     patch.setattr(Loader, "take", jumping)
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
     [(1, ""), (2, ""), (2, "--mesh.ep 2"), (2, "--mesh.pp 2 --train.grad-accum 2")],
     ids=["one", "two", "ep", "pp"],
 )
 def test_a_rewound_run_never_saw_the_rows(
-    corpus: Path, tmp_path: Path, ranks: int, mesh: str, record_property: Record
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    ranks: int,
+    mesh: str,
+    record_property: Record,
 ) -> None:
+    """A replay of it, too, goes by the rows that it read."""
     folder, twin, on = tmp_path / "run", tmp_path / "twin", mesh.split()
     with pytest.MonkeyPatch.context() as patch:
         spoil(patch, {*EARLY, *BAD})
@@ -105,6 +114,8 @@ def test_a_rewound_run_never_saw_the_rows(
     again = run(corpus, folder, "--train.rewinds", "1", *on, ranks=ranks)
     assert again.returncode == 0 and "resumed at step 6 of 10" in again.stdout, again.stderr
     same_run(folder, twin)
+    assert main(["replay", str(folder), "--from", "6"]) == 0
+    assert "4 of 4 steps from " in capsys.readouterr().out
     record_property("rewound runs equal bit for bit to one without the rows", 1)
 
 
@@ -173,8 +184,9 @@ def test_a_gradient_a_thousand_times_larger_is_clipped(
     )
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_a_thousand_times_larger_rewind(
-    corpus: Path, tmp_path: Path, record_property: Record
+    corpus: Path, tmp_path: Path, ranks: int, record_property: Record
 ) -> None:
     """Twenty steps: their rows are skipped, as if never read; the command twice does the same."""
     flags = "--run.steps 64 --train.rewinds 1 --train.max-spikes 20 --checkpoint.every 40".split()
@@ -182,7 +194,7 @@ def test_gradients_a_thousand_times_larger_rewind(
     for name in ("run", "again"):
         with pytest.MonkeyPatch.context() as patch:
             strengthen(patch, rows)
-            done = run(corpus, tmp_path / name, *flags)
+            done = run(corpus, tmp_path / name, *flags, ranks=ranks)
         assert done.returncode == 0, done.stderr
         saved = tmp_path / name / "checkpoints/step-000040"
         assert f"20 spikes in a row: back to {saved}, rows 80 to 119 are skipped" in done.stdout
@@ -191,7 +203,7 @@ def test_gradients_a_thousand_times_larger_rewind(
     assert found[0] == found[1] and (found[0]["from"], found[0]["to"]) == (60, 40)
     with pytest.MonkeyPatch.context() as patch:
         blind(patch, rows)
-        assert run(corpus, tmp_path / "twin", *flags).returncode == 0
+        assert run(corpus, tmp_path / "twin", *flags, ranks=ranks).returncode == 0
     weights = [tmp_path / name / "final/model.safetensors" for name in ("run", "again", "twin")]
     one, *others = (path.read_bytes() for path in weights)
     assert others == [one, one]

@@ -150,6 +150,17 @@ def test_some_stay_for_ever(tmp_path: Path) -> None:
     assert names(tmp_path) == [f"step-{step:06d}" for step in (4, 8, 10, 11)]
 
 
+def test_steps_order_checkpoints_whatever_a_clock_says(tmp_path: Path) -> None:
+    """As where the clock of a node that took over is days behind."""
+    for step in range(1, 4):
+        saved = save(tmp_path, step, keep=0)
+        os.utime(saved, (10**9 - 10**5 * step,) * 2)
+    assert latest_checkpoint(tmp_path) == saved
+    assert candidates(tmp_path)[0] == saved
+    save(tmp_path, 4, keep=2)
+    assert names(tmp_path) == ["step-000003", "step-000004"]
+
+
 def test_a_run_has_its_checkpoints_stay_for_ever(tmp_path: Path) -> None:
     config = dataclasses.replace(config_of(), checkpoint=CheckpointConfig(keep_every=2))
     run = make(tmp_path, config)

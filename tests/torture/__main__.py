@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -19,22 +20,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import date
 from pathlib import Path
 
-from megacpp.run.goodput import Account, account, read_starts
+from megacpp.launch.record import git_commit
+from megacpp.run.goodput import account, read_starts
+from megacpp.state.checkpoint import verify
 from megacpp.state.files import read_parsed
 from tests.figures import figures
 from tests.launch import ROOT
 from tests.ranks import children
 from tests.test_run import ADAMW, SMALL
-from tests.torture.disks import FAULTS, STEPS, attack, disk, problems, weights
+from tests.torture.disks import FAULTS, STEPS, attack, disk, problems, rows_of, weights
+from tests.torture.killing import alive, cost_of_kills, kills_between, nodes
 
 ATTACK = str(ROOT / "tests/torture/attack.py")
 LIMIT_S = 6
 HANGS = [  # fault, rank, phase that the report must name
     ("stop", 1, "step"),
     ("loop", 1, "step"),
+    ("deadlock", 0, "step"),
     ("sleep", 0, "step"),
     ("other-collective", 1, "step"),
     ("data", 1, "data"),
@@ -98,8 +105,8 @@ class Yard:
             [sys.executable, *words], cwd=ROOT, env=self.env, text=True, capture_output=True
         )
 
-    def flags(self, name: str, *more: str) -> list[str]:
-        """Return the flags of a small run in a folder of its own."""
+    def flags(self, name: str, *more: str, small: Sequence[str] = (*SMALL, *ADAMW)) -> list[str]:
+        """Return the flags of a small run, or one of another size, in a folder of its own."""
         own = ["--data.path", str(self.folder / "corpus"), "--run.dir", str(self.folder / name)]
         own += [
             "--train.device-batch-size",
@@ -107,7 +114,19 @@ class Yard:
             "--memory.calibration=",
             "--run.tensorboard=false",
         ]
-        return ["tiny", *SMALL, *ADAMW, *own, *more]
+        return ["tiny", *small, *own, *more]
+
+    def start(
+        self, ranks: int, script: str, *words: str, restarts: int = 0
+    ) -> subprocess.Popen[bytes]:
+        """Start a command under torchrun; nobody reads what it prints."""
+        return subprocess.Popen(
+            self.under(ranks, script, *words, restarts=restarts),
+            cwd=ROOT,
+            env=self.env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def under(self, ranks: int, script: str, *words: str, restarts: int = 0) -> list[str]:
         """Return a command under torchrun."""
@@ -183,91 +202,76 @@ def straggler(yard: Yard) -> str:
 
 
 def kills(yard: Yard) -> str:
-    """R17: kill ranks at random under --max-restarts; the weights are the undisturbed run's."""
-    steps = [
-        "--run.steps",
-        str(int(100 * yard.minutes)),
-        "--checkpoint.every",
-        "20",
-        "--checkpoint.keep",
-        "2",
-    ]
-    straight = subprocess.run(
-        yard.under(2, "train.py", *yard.flags("straight", *steps)),
-        cwd=ROOT,
-        env=yard.env,
-        capture_output=True,
-    )
-    process = subprocess.Popen(
-        yard.under(2, "train.py", *yard.flags("killed", *steps), restarts=99),
-        cwd=ROOT,
-        env=yard.env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    killed, last = 0, time.monotonic()
-    metrics = yard.folder / "killed/metrics.jsonl"
-    pause = yard.rng.uniform(20, 60)
-    while process.poll() is None:
-        time.sleep(0.05)
-        ranks = children(process.pid)
-        if time.monotonic() - last > pause and len(ranks) >= 2 and metrics.exists():
-            os.kill(yard.rng.choice(ranks), signal.SIGKILL)
-            killed, last, pause = killed + 1, time.monotonic(), yard.rng.uniform(20, 60)
-    same = weights(yard.folder / "straight") == weights(yard.folder / "killed")
-    spent = account(read_starts(yard.folder / "killed/goodput.jsonl"))
-    ended = straight.returncode == process.returncode == 0
+    """R17: kill ranks and agents at random; the weights are those of a run that nobody kills.
+
+    Both are runs of `tiny` at the same time, as long as the whole attack may take.
+    """
+    more = ["--model.vocab-size", "400", "--train.device-batch-size", "2", "--run.eval-rows", "8"]
+    more += ["--checkpoint.every", "10", "--checkpoint.keep", "2"]
+
+    def both(steps: int, pause: tuple[float, float]) -> tuple[str, bool]:
+        names = ("straight", "killed")
+        every = [yard.flags(f"{name}-{steps}", *more, small=()) for name in names]
+        every = [[*flags, "--run.steps", str(steps)] for flags in every]
+        straight = yard.start(2, "train.py", *every[0])
+        with nodes(every[1], yard.env) as killed:
+            said = kills_between(killed, yard.folder / f"killed-{steps}", yard.rng, pause)
+        straight.wait()
+        one, two = (weights(yard.folder / f"{name}-{steps}") for name in names)
+        return said, bool(one) and one == two
+
+    both(12, (math.inf, math.inf))
+    rows = [json.loads(row) for row in (yard.folder / "straight-12/metrics.jsonl").open()]
+    step_s = sorted(row["step_s"] for row in rows[6:])[3]
+    steps = max(20, int(60 * yard.minutes / step_s))
+    shm = set(os.listdir("/dev/shm"))
+    said, same = both(steps, (2 * max(10, 2 * yard.minutes), 6 * max(10, 2 * yard.minutes)))
+    spent = account(read_starts(yard.folder / f"killed-{steps}/goodput.jsonl"))
+    weights_are = "equal bit for bit" if same else "DIFFER"
     return (
-        f"{killed} kills, weights {'equal bit for bit' if same and ended else 'DIFFER'}, "
+        f"{steps:,} steps of tiny, {spent.wall_s / 60:.0f} minutes: {said}, in /dev/shm "
+        f"{len(set(os.listdir('/dev/shm')) - shm)}; weights {weights_are}, "
         f"{spent.goodput:.0%} of the time in steps; {cost_of_kills(spent)}"
     )
 
 
-def cost_of_kills(spent: Account) -> str:
-    """Return what one of the kills cost, and how far apart they may be for 90% of the time.
-
-    Between two kills a run trains for `interval - start - lost` seconds: goodput is
-    1 - (start + lost) / interval.
-    """
-    if spent.starts < 2:
-        return "no start followed a kill"
-    start, lost = spent.startup_s / spent.starts, spent.seconds["restart_lost"] / (spent.starts - 1)
-    return (
-        f"a kill costs a start of {start:.1f} s and {lost:.1f} s of lost steps and waits, so 90% "
-        f"needs {10 * (start + lost):.0f} s between two"
-    )
-
-
 def soak(yard: Yard) -> str:
-    """R25: memory, file handles and shared memory of a long run stay flat."""
+    """R25: memory, file handles and shared memory of a long run with faults stay flat.
+
+    A rank is killed after a quarter of the steps, and the launcher gets SIGTERM after half of them.
+    The memory of the start that makes the second half is measured.
+    """
     before = set(os.listdir("/dev/shm"))
-    steps = str(int(80 * yard.minutes))
-    flags = yard.flags("soak", "--run.steps", steps, "--run.eval-every", "50")
-    process = subprocess.Popen(
-        yard.under(2, "train.py", *flags, "--checkpoint.every", "50", "--checkpoint.keep", "2"),
-        cwd=ROOT,
-        env=yard.env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    seen: list[tuple[int, int, int]] = []
-    metrics = yard.folder / "soak/metrics.jsonl"
-    while process.poll() is None:
-        time.sleep(1.0)
-        step = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
-        for pid in children(process.pid)[:1] if step > 20 else ():
-            try:
-                text = Path(f"/proc/{pid}/status").read_text()
-                rss = int(re.search(r"VmRSS:\s+(\d+)", text)[1])  # type: ignore[index]
-                seen.append((step, rss, len(os.listdir(f"/proc/{pid}/fd"))))
-            except (OSError, TypeError):
-                continue
-    half = seen[len(seen) // 2 :]  # pools have grown by then
-    left = sorted(set(os.listdir("/dev/shm")) - before)
+    steps = int(80 * yard.minutes)
+    flags = yard.flags("soak", "--run.steps", str(steps), "--run.eval-every", "50")
+    flags += ["--checkpoint.every", "50", "--checkpoint.keep", "2"]
+    seen: dict[int, list[tuple[int, int, int]]] = {}
+    left = [(steps // 4, signal.SIGKILL), (steps // 2, signal.SIGTERM)]
+    codes = []
+    for _ in range(2):
+        process = yard.start(2, "train.py", *flags, restarts=99)
+        while process.poll() is None:
+            time.sleep(1.0)
+            step, ranks = rows_of(yard.folder / "soak"), children(process.pid)
+            for pid in ranks:
+                with suppress(OSError, TypeError):
+                    text = Path(f"/proc/{pid}/status").read_text()
+                    rss = int(re.search(r"VmRSS:\s+(\d+)", text)[1])  # type: ignore[index]
+                    found = (step, rss, len(os.listdir(f"/proc/{pid}/fd")))
+                    seen.setdefault(pid, []).append(found)
+            if left and step >= left[0][0] and ranks:
+                one = left.pop(0)[1]
+                os.kill(ranks[0] if one == signal.SIGKILL else process.pid, one)
+        codes.append(process.returncode)
+    last = list(seen.values())[-2:]
+    halves = [rows[len(rows) // 2 :] for rows in last]  # pools have grown by then
+    memory = max(slope([(s, r) for s, r, _ in half]) for half in halves)
+    handles = max(slope([(s, f) for s, _, f in half]) for half in halves)
+    names = sorted(set(os.listdir("/dev/shm")) - before)
     return (
-        f"code {process.returncode}, {steps} steps, second half: memory "
-        f"{slope([(s, r) for s, r, _ in half]):+.2f} KiB a step, file handles "
-        f"{slope([(s, f) for s, _, f in half]):+.4f} a step, left in /dev/shm: {len(left)}"
+        f"{steps:,} steps, a rank killed at {steps // 4:,}, SIGTERM at {steps // 2:,}: "
+        f"codes {codes}, memory {memory:+.2f} KiB a step, file handles {handles:+.4f} a step, "
+        f"ranks left: {len(alive([*seen]))}, in /dev/shm: {len(names)}"
     )
 
 
@@ -291,7 +295,9 @@ def shutdowns(yard: Yard) -> str:
 def configurations(yard: Yard) -> str:
     """R13: random configurations have a sound plan or end in one line; 20,000 in half an hour."""
     count = str(int(20_000 * yard.minutes / 30))
-    done = yard.call("-m", "tests.fuzz_config", "--count", count, "--seed", "7", "--workers", "2")
+    rows = Path(tempfile.gettempdir()) / f"megacpp-torture-configurations-{commit()}.jsonl"
+    words = ["--count", count, "--seed", "7", "--workers", "2", "--out", str(rows)]
+    done = yard.call("-m", "tests.fuzz_config", *words)
     *wrong, last = done.stdout.splitlines() or [done.stderr[-200:]]
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     return last
@@ -319,10 +325,14 @@ def launchers(yard: Yard) -> str:
         ended = [process.returncode for process in both]
         steps = [json.loads(row)["step"] for row in (folder / "metrics.jsonl").open()]
         one = sorted(refused) == [False, True] and ended[refused.index(False)] == 0
-        good += one and steps == list(range(60))
+        saved = sorted((folder / "checkpoints").glob("step-*"))
+        good += one and steps == list(range(60)) and bool(saved) and not any(map(verify, saved))
         if not one:
             print(ended, *(err[-500:] for err in said), sep="\n", file=sys.stderr)
-    return f"{good} of {count} times one trained alone and the other ended with one line"
+    return (
+        f"{good} of {count} times one trained alone, all of its checkpoints verify, and the other "
+        "ended with one line"
+    )
 
 
 def disks(yard: Yard) -> str:
@@ -360,6 +370,8 @@ def tests(yard: Yard, files: str) -> str:
     """Run tests; return the figures that they recorded, and how many passed."""
     paths, report = [f"tests/{name}" for name in files.split()], yard.folder / "report.xml"
     words = ["-q", "-n", "0", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    # Twenty times what one test makes in the suite.
+    yard.env |= {"MEGACPP_KILLS": "800", "MEGACPP_MUTATIONS": "60000"}
     done = yard.call("-m", "pytest", *words, *paths)
     if done.returncode:
         print(done.stdout[-2000:], file=sys.stderr)
@@ -399,17 +411,29 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="megacpp-torture-") as name:
         yard = Yard(Path(name), given.seed, given.minutes)
-        print("| bar | attack | figure | seconds |\n|---|---|---|---|", flush=True)
+        print("| bar | attack | figure | seconds | run |\n|---|---|---|---|---|", flush=True)
         for row in [row for row in ROWS if not given.only or row in given.only]:
             began = time.perf_counter()
             if row in OWN:
                 attack, figure = OWN[row][0], OWN[row][1](yard)
             else:
                 attack, figure = TESTS[row][0], tests(yard, TESTS[row][1])
-            line = f"| {row} | {attack} | {figure} | {time.perf_counter() - began:.0f} |"
+            took = time.perf_counter() - began
+            line = f"| {row} | {attack} | {figure} | {took:.0f} | {stamp(given.minutes)} |"
             print(line, flush=True)
             if given.write:
                 write(given.write, row, line)
+
+
+def commit() -> str:
+    """Return the first digits of the checkout's commit; with a `+` if files differ from it."""
+    name = git_commit() or "unknown"
+    return name[:9] + "+" * name.endswith("-dirty")
+
+
+def stamp(minutes: float) -> str:
+    """Return date, commit and scale of a row."""
+    return f"{date.today()} {commit()}, --minutes {minutes:g}"
 
 
 def write(page: Path, row: str, line: str) -> None:

@@ -47,6 +47,14 @@ def sleep() -> None:
     time.sleep(3600)
 
 
+def deadlock() -> None:
+    """Wait for a lock that this thread holds, in C."""
+    import ctypes
+
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex), libc.pthread_mutex_lock(mutex)
+
+
 def loop() -> None:
     while True:
         pass
@@ -113,6 +121,7 @@ def slow() -> None:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "sleep": lambda: at_step(sleep),
+    "deadlock": lambda: at_step(deadlock),
     "loop": lambda: at_step(loop),
     "stop": lambda: at_step(stop),
     "other-collective": lambda: at_step(other_collective),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from megacpp.run.goodput import Account
 from tests.figures import figures
 from tests.launch import ROOT
-from tests.torture.__main__ import OWN, ROWS, TESTS, cost_of_kills
+from tests.torture.__main__ import OWN, ROWS, TESTS
+from tests.torture.killing import cost_of_kills
+
+PAGE = ROOT / "docs/torture.md"
 
 pytest_plugins = ["pytester"]
 
@@ -50,3 +54,11 @@ def test_every_bar_has_a_row_with_a_figure() -> None:
     for _, files in TESTS.values():
         texts = [(ROOT / "tests" / name.split("::")[0]).read_text() for name in files.split()]
         assert all(text.count("    record_property(") for text in texts), files
+
+
+def test_the_page_has_a_dated_figure_of_every_bar() -> None:
+    rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows[1:]] == [f"| {name}" for name in ROWS]
+    for name, _, figure, seconds, run in rows[1:]:
+        assert re.search(r"\d", figure) and not re.search(r"FAILED|DIFFER|Error|not ", figure), name
+        assert float(seconds) > 0 and re.match(r"20\d\d-\d\d-\d\d [0-9a-f]{9}(,| )", run), name

@@ -21,7 +21,7 @@ class HyperConnectionConfig:
         "Sinkhorn iterations that make rows and columns sum to one.",
         "iterations",
         at_least=1,
-        at_most=1000,
+        at_most=100,
     )
     init: Literal["plain", "published"] = setting(
         "plain", "plain: step 0 computes the model without streams; published: as the source."
