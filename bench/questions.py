@@ -37,14 +37,9 @@ RECORD = ROOT / "docs/questions.json"
 BASE, TUNED = ROOT / "runs/tiny", ROOT / "runs/tiny-chat"
 HEADERS, TALKS = ROOT / "data/torch-headers", ROOT / "data/questions"
 STEPS, EVERY, LONGEST = 60, 15, 40  # steps, steps between checkpoints, tokens of an answer
-SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {  # of the preset tiny_chat
     "checkpoint.init": BASE,
     "data.path": TALKS,
-    "data.seq_len": 128,
-    "train.device_batch_size": 8,
-    "optim.lr": 1e-3,
-    "optim.muon_lr": 3e-3,
-    "run.steps": STEPS,
     "run.dir": TUNED,
     "checkpoint.every": EVERY,
     "checkpoint.keep": 0,
@@ -65,7 +60,7 @@ def train() -> None:
     """Train the base if it is missing, then tune it, from its newest checkpoint on."""
     ensure_corpus(CorpusSpec(), HEADERS)
     if not (BASE / "final").is_dir():
-        _run("--run.dir", str(BASE))
+        _run("tiny", "--run.dir", str(BASE))
     learned, _ = questions()
     TALKS.mkdir(parents=True, exist_ok=True)
     file = TALKS.with_suffix(".jsonl")
@@ -74,11 +69,11 @@ def train() -> None:
         TALKS.rmdir()
     ensure_corpus(CorpusSpec(str(file), tokenizer=str(HEADERS), validation_fraction=0.05), TALKS)
     if not (TUNED / "final").is_dir():
-        _run(*words(SETTINGS))
+        _run("tiny_chat", *words(SETTINGS))
 
 
-def _run(*flags: str) -> None:
-    subprocess.run([sys.executable, "train.py", "tiny", *flags], cwd=ROOT, check=True)
+def _run(preset: str, *flags: str) -> None:
+    subprocess.run([sys.executable, "train.py", preset, *flags], cwd=ROOT, check=True)
 
 
 def answers(run: Path, checkpoint: str, asked: Sequence[Question]) -> list[str]:

@@ -45,7 +45,10 @@ def words(line: str) -> set[str]:
         ("megacpp plan --wo", {"--world"}),
         ("megacpp data inspect --split ", {"train", "validation"}),
         ("megacpp completion ", {"bash", "zsh", "fish", "words"}),
-        ("torchrun --standalone --nproc-per-node=2 train.py ti", {"tiny", "tiny_full"}),
+        (
+            "torchrun --standalone --nproc-per-node=2 train.py ti",
+            {"tiny", "tiny_chat", "tiny_full"},
+        ),
         ("torchrun train.py tiny --mesh.pp-schedule z", {"zbv"}),
         ("./train.py --run.no-t", {"--run.no-tensorboard"}),
         ("torchrun --st", set()),
@@ -97,7 +100,7 @@ def test_a_real_shell_completes(shell: str, tmp_path: Path) -> None:
     for line, wanted in (
         ("megacpp show nam56r_b", "nam56r_base"),
         ("megacpp show tiny --optim.schedule w", "wsd"),
-        ("torchrun train.py tiny_", "tiny_full"),
+        ("torchrun train.py tiny_f", "tiny_full"),
     ):
         done = subprocess.run(
             [shell, "-c", f"{start}{script}\n{ASK[shell].format(line=line)}"],

@@ -90,29 +90,24 @@ def tiny_full() -> Config:
     return replace(base, preset="tiny_full", model=model)
 
 
+def tiny_chat() -> Config:
+    """6.16M parameters / 3.95M active; `tiny` for conversations; 1 minute; 2 CPU cores.
+
+    Tunes a run of `tiny`, named by --checkpoint.init (docs/45-questions-on-a-corpus.md).
+    """
+    return replace(
+        tiny(),
+        preset="tiny_chat",
+        run=RunConfig(dir="runs/tiny-chat", steps=60),
+        data=DataConfig(path="data/questions", seq_len=128),
+        train=TrainConfig(device_batch_size=8),
+        optim=OptimConfig(lr=1e-3, muon_lr=3e-3, schedule="wsd"),
+    )
+
+
 def _sparse(model: ModelConfig) -> ModelConfig:
     chosen = SparseAttentionConfig(layers="1,2", top_k=64, num_heads=4, head_dim=32, share=2)
     return replace(model, attention=replace(model.attention, sparse=chosen))
-
-
-def _mtp(model: ModelConfig) -> ModelConfig:
-    return replace(model, mtp=MTPConfig(depths=2, hidden_dim=384))
-
-
-def _top(model: ModelConfig) -> ModelConfig:
-    return replace(model, top=TOPConfig(loss=0.5, window=64))
-
-
-def _ngram(model: ModelConfig) -> ModelConfig:
-    return replace(model, ngram=NgramConfig(heads=4, table_size=8_000, dim=8))
-
-
-def _engram(model: ModelConfig) -> ModelConfig:
-    return replace(model, engram=EngramConfig(layers="1", heads=4, table_size=8_000, dim=64))
-
-
-def _mhc(model: ModelConfig) -> ModelConfig:
-    return replace(model, mhc=HyperConnectionConfig(streams=4))
 
 
 def _null(model: ModelConfig) -> ModelConfig:
@@ -126,11 +121,13 @@ def _groups(model: ModelConfig) -> ModelConfig:
 
 TINY_FEATURES: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "sparse": _sparse,
-    "mtp": _mtp,
-    "top": _top,
-    "ngram": _ngram,
-    "engram": _engram,
-    "mhc": _mhc,
+    "mtp": lambda model: replace(model, mtp=MTPConfig(depths=2, hidden_dim=384)),
+    "top": lambda model: replace(model, top=TOPConfig(loss=0.5, window=64)),
+    "ngram": lambda model: replace(model, ngram=NgramConfig(heads=4, table_size=8_000, dim=8)),
+    "engram": lambda model: replace(
+        model, engram=EngramConfig(layers="1", heads=4, table_size=8_000, dim=64)
+    ),
+    "mhc": lambda model: replace(model, mhc=HyperConnectionConfig(streams=4)),
     "null": _null,
     "groups": _groups,
 }
@@ -384,6 +381,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
     f.__name__: f
     for f in (
         tiny,
+        tiny_chat,
         tiny_full,
         dense_110m,
         moe_small,

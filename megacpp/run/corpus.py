@@ -90,14 +90,16 @@ def _open(config: Config, path: Path, verify: bool) -> Corpus:
 def prepare_command(config: Config, path: Path) -> str:
     """Return the command that makes a corpus, from headers or from own texts.
 
-    Sources of a mixture get the tokenizer of the first one.
+    Sources of a mixture get the tokenizer of the first one, any corpus that of given weights.
     """
     if path.name == TORCH_HEADERS:
         default = path == Path("data", TORCH_HEADERS)
         return "megacpp data prepare" + ("" if default else f" --out {path}")
     first = corpus_folders(config.data)[0]
-    size = f"--vocab-size {config.model.vocab_size}"
-    words = size if path == first else f"--tokenizer {first}"
+    words = f"--vocab-size {config.model.vocab_size}" if path == first else f"--tokenizer {first}"
+    for name in ("tokenizer.json", "final/tokenizer.json") if config.checkpoint.init else ():
+        if (given := Path(config.checkpoint.init, name)).is_file():
+            words = f"--tokenizer {given}"  # the ids of the weights that the run starts from
     texts = raw_sources(config.data).get(path, "YOUR_TEXTS")
     return f"megacpp data prepare {texts} --out {path} {words}"
 

@@ -32,9 +32,23 @@ def test_a_missing_corpus_names_the_command_for_this_preset(
         open_corpus(config)
     path, size = config.data.path, config.model.vocab_size
     own = f"megacpp data prepare YOUR_TEXTS --out {path} --vocab-size {size}"
-    command = "megacpp data prepare" if name.startswith("tiny") else own
+    command = "megacpp data prepare" if path == "data/torch-headers" else own
     assert str(caught.value) == f"data.path={path}: no such folder. Fix: run `{command}`."
-    assert ("YOUR_TEXTS" in command) == (path == "data/corpus")
+    assert (command != own) == (name in ("tiny", "tiny_full"))
+
+
+@pytest.mark.parametrize("folder", ["", "final"])
+def test_a_missing_corpus_is_made_with_the_ids_of_given_weights(
+    folder: str, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / folder / "tokenizer.json"
+    tokenizer.parent.mkdir(exist_ok=True)
+    tokenizer.touch()
+    config = presets.tiny_chat()
+    given = dataclasses.replace(config.checkpoint, init=str(tmp_path))
+    config = dataclasses.replace(config, checkpoint=given)
+    with pytest.raises(DataError, match=f"--out data/questions --tokenizer {tokenizer}`"):
+        open_corpus(config)
 
 
 def test_a_folder_that_is_no_corpus(tmp_path: Path) -> None:

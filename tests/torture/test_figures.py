@@ -60,5 +60,7 @@ def test_the_page_has_a_dated_figure_of_every_bar() -> None:
     rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows[1:]] == [f"| {name}" for name in ROWS]
     for name, _, figure, seconds, run in rows[1:]:
-        assert re.search(r"\d", figure) and not re.search(r"FAILED|DIFFER|Error|not measured", figure), name
+        assert re.search(r"\d", figure) and not re.search(
+            r"FAILED|DIFFER|Error|not measured", figure
+        ), name
         assert float(seconds) > 0 and re.match(r"20\d\d-\d\d-\d\d [0-9a-f]{9}(,| )", run), name
