@@ -141,6 +141,7 @@ def test_symptoms_quote_messages_of_the_program() -> None:
     [
         "README.md",
         "CITATION.cff",
+        "SECURITY.md",
         "pyproject.toml",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
