@@ -54,6 +54,12 @@ YARN: dict[str, Any] = {
     "model.attention.yarn.original_seq_len": ROW,
     "model.attention.max_seq_len": LONG,
 }
+# With this base, pair 3 of 8 (theta ** (-3 / 8) radians a token, the fastest that turns less than
+# once in a row) turns as far in a longer row as it did in a row, and slower pairs less far.
+THETA: dict[str, Any] = {
+    "model.attention.rope_theta": round(10_000 * (LONG / ROW) ** (8 / 3)),
+    "model.attention.max_seq_len": LONG,
+}
 LONG_ROWS: dict[str, Any] = {"data.seq_len": LONG, "train.device_batch_size": 16 * ROW // LONG}
 AS_IT_IS: dict[str, Any] = {"optim.warmup_steps": 0}  # of a run without a step
 GROWN: dict[str, Any] = {"model.vocab_size": IDS + NEW_IDS}
@@ -111,6 +117,8 @@ EXPERIMENTS: dict[str, dict[str, ContinuedPart]] = {
     "rows": {
         "yarn 0": ContinuedPart(0, OLD, YARN | LONG_ROWS | AS_IT_IS, "base"),
         "yarn 60": ContinuedPart(60, OLD, YARN | LONG_ROWS | GENTLE, "base"),
+        "theta 0": ContinuedPart(0, OLD, THETA | LONG_ROWS | AS_IT_IS, "base"),
+        "theta 60": ContinuedPart(60, OLD, THETA | LONG_ROWS | GENTLE, "base"),
         "long 60": ContinuedPart(60, OLD, LONG_ROWS | GENTLE, "base"),
     },
     "ids": {

@@ -26,7 +26,8 @@ def test_the_command_of_a_run_is_legal(name: str) -> None:
     folders = ("--checkpoint.init", "--checkpoint.resume")
     flags = [word for word in run.command()[2:] if not word.startswith(folders)]
     config = parse_run(flags, 1).config
-    assert config.run.steps == PARTS[name].steps and config.model.attention.rope_theta == 10_000
+    theta = 403_175 if name.startswith("theta") else 10_000
+    assert config.run.steps == PARTS[name].steps and config.model.attention.rope_theta == theta
     before = [PARTS[n] for n in (PARTS[name].begins, PARTS[name].goes_on) if n]
     assert all(one.steps > 0 for one in before)
 
