@@ -48,7 +48,7 @@ def test_the_record_is_whole() -> None:
         assert run["held_out"][-1][0] == part.steps
     assert all(record[key] for key in ("torch", "commit", "date", "machine"))
     places = {k: v[0] for k, v in record["token_losses"].items() if k.endswith("by place")}
-    assert len(places) == 4 and {len(one) for one in places.values()} == {PLACES}
+    assert len(places) == 6 and {len(one) for one in places.values()} == {PLACES}
 
 
 def test_the_record_shows_what_the_chapters_say() -> None:
@@ -61,9 +61,11 @@ def test_the_record_shows_what_the_chapters_say() -> None:
         assert less["python"] < more["python"] < last["python from scratch"]["python"]
     behind = {
         name: statistics.mean(record["token_losses"][f"{name}, by place"][0][PLACES // 4 :])
-        for name in ("base", "yarn 0", "long 60", "yarn 60")
+        for name in ("base", *EXPERIMENTS["rows"])
     }
     assert behind["base"] > behind["long 60"] > behind["yarn 0"] > behind["yarn 60"]
+    assert behind["base"] > behind["theta 0"] > behind["yarn 0"]
+    assert behind["long 60"] > behind["theta 60"] > behind["yarn 60"]
     assert abs(last["grown"]["headers"] - last["base"]["headers"]) < 0.01
     (_, before), (_, after) = (
         record["token_losses"][f"{name}, known and new ids"][0] for name in ("grown 0", "grown 100")

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.continued import LONG, PLACES, ROW
 from bench.pictures.svg import Drawing
 
 RECORD = Path(__file__).parents[2] / "docs/continued.json"
 LEFT, TOP, HIGH, GAP = 54.0, 78.0, 250.0, 76.0
+AT_ONCE, TUNED = ("yarn 0", "theta 0"), ("yarn 60", "theta 60")
 STABLE = ("stable 64", "stable 128", "stable 256")
 
 Points = list[tuple[float, float]]
@@ -55,20 +57,32 @@ def other_corpus_and_tails() -> Drawing:
 
 
 def loss_by_place() -> Drawing:
-    """Draw the loss along a row of four times the length that was trained."""
-    record = json.loads(RECORD.read_text())["token_losses"]
-    shown = {"base": "s1", "yarn 0": "s2", "long 60": "s3", "yarn 60": "s0"}
-    words = ("as it was", "YaRN", "60 steps without YaRN", "60 steps with YaRN")
-    lines = []
-    for name, kind in shown.items():
-        places = record[f"{name}, by place"][0]
-        lines.append((kind, [(32 * i + 16, loss) for i, loss in enumerate(places)]))
+    """Draw the loss along a row of four times the trained length, before and after 60 steps."""
+    ways = {"s1": "unchanged", "s0": "YaRN", "s3": "larger theta"}
     drawing = Drawing(760, "Held-out loss by place in rows of 512 tokens, trained with rows of 128")
-    drawing.legend(LEFT, 12, list(zip(shown.values(), words, strict=True)))
-    draw(drawing, [Panel("rows of 128 tokens were trained", lines, "place in the row", 512)])
-    x = LEFT + 128 / 512 * (760 - LEFT - 16)
-    drawing.path([(x, TOP), (x, TOP + HIGH)], "line")
+    drawing.legend(LEFT, 12, list(ways.items()))
+    before, after = (_place_lines(names) for names in (("base", *AT_ONCE), ("long 60", *TUNED)))
+    unit = "place in the row"
+    draw(
+        drawing,
+        [
+            Panel("rows of 512, before a step", before, unit, LONG),
+            Panel("after 60 steps", after, unit, LONG),
+        ],
+    )
     return drawing
+
+
+def _place_lines(names: Sequence[str]) -> list[tuple[str, Points]]:
+    """Return lines of losses by place, and one where the rows of the first training end."""
+    record = json.loads(RECORD.read_text())["token_losses"]
+    found = {name: record[f"{name}, by place"][0] for name in names}
+    lines = [
+        (kind, [((i + 0.5) * LONG / PLACES, loss) for i, loss in enumerate(found[name])])
+        for kind, name in zip(("s1", "s0", "s3"), names, strict=True)
+    ]
+    every = [loss for losses in found.values() for loss in losses]
+    return [("line", [(ROW, min(every)), (ROW, max(every))]), *lines]
 
 
 def draw(drawing: Drawing, panels: Sequence[Panel]) -> None:
