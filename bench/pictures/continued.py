@@ -26,6 +26,7 @@ class Panel(NamedTuple):
     lines: Sequence[tuple[str, Points]]
     unit: str
     most: float  # end of the horizontal scale
+    value: str = "nats"
 
 
 def other_corpus_and_tails() -> Drawing:
@@ -56,21 +57,41 @@ def other_corpus_and_tails() -> Drawing:
     return drawing
 
 
-def loss_by_place() -> Drawing:
-    """Draw the loss along a row of four times the trained length, before and after 60 steps."""
+def longer_rows_more_ids() -> Drawing:
+    """Draw the loss along a row of four times the trained length, and that of a vocabulary."""
     ways = {"s1": "unchanged", "s0": "YaRN", "s3": "larger theta"}
-    drawing = Drawing(760, "Held-out loss by place in rows of 512 tokens, trained with rows of 128")
+    drawing = Drawing(760, "Held-out loss: by place in longer rows, and with more ids over steps")
     drawing.legend(LEFT, 12, list(ways.items()))
+    drawing.legend(523, 12, [("s1", "1,024 ids"), ("s0", "1,088 ids")])
     before, after = (_place_lines(names) for names in (("base", *AT_ONCE), ("long 60", *TUNED)))
-    unit = "place in the row"
+    unit = "place"
     draw(
         drawing,
         [
-            Panel("rows of 512, before a step", before, unit, LONG),
+            Panel("rows of 512, at once", before, unit, LONG),
             Panel("after 60 steps", after, unit, LONG),
+            Panel("more ids: bits per byte", vocabularies(), "steps", 100, "bits"),
         ],
     )
     return drawing
+
+
+def vocabularies() -> list[tuple[str, Points]]:
+    """Return held-out bits per byte over steps, of the vocabulary as it was and of the grown one.
+
+    Bits per byte are nats per token times a constant of the corpus and its tokenizer, which the
+    last evaluation gives.
+    """
+    runs, bits = _runs(), {run["variant"]: run["bits_per_byte"] for run in _of_one_seed()}
+    lines = []
+    for kind, start, name, source in (
+        ("s1", "base", "as it was 100", "python"),
+        ("s0", "grown 0", "grown 100", "grown"),
+    ):
+        of_a_nat = bits[name] / _last(runs[name])[1][source]
+        evaluations = [(0, _last(runs[start])[1]), *runs[name]]
+        lines.append((kind, [(step, found[source] * of_a_nat) for step, found in evaluations]))
+    return lines
 
 
 def _place_lines(names: Sequence[str]) -> list[tuple[str, Points]]:
@@ -88,13 +109,13 @@ def _place_lines(names: Sequence[str]) -> list[tuple[str, Points]]:
 def draw(drawing: Drawing, panels: Sequence[Panel]) -> None:
     """Draw charts side by side, each with scales of its own."""
     wide = (drawing.width - LEFT - 16 - GAP * (len(panels) - 1)) / len(panels)
-    for number, (title, lines, unit, most_x) in enumerate(panels):
+    for number, (title, lines, unit, most_x, value) in enumerate(panels):
         left = LEFT + number * (wide + GAP)
         every = [point for _, points in lines for point in points]
         low = math.floor(2 * min(y for _, y in every)) / 2
         high = math.ceil(2 * max(y for _, y in every)) / 2
         drawing.text(left, TOP - 26, title, "head")
-        drawing.text(left - 8, TOP - 8, "nats", "note", end=True)
+        drawing.text(left - 8, TOP - 8, value, "note", end=True)
         drawing.path([(left, TOP), (left, TOP + HIGH), (left + wide, TOP + HIGH)], "line")
         for half in range(int(2 * low), int(2 * high) + 1):
             y = TOP + HIGH * (high - half / 2) / (high - low)
@@ -121,8 +142,11 @@ def stable_end(runs: dict[str, Any], tail: str) -> tuple[float, float]:
 
 
 def _runs() -> dict[str, Any]:
-    runs = json.loads(RECORD.read_text())["runs"]
-    return {run["variant"]: run["held_out"] for run in runs if run["seed"] == 1}
+    return {run["variant"]: run["held_out"] for run in _of_one_seed()}
+
+
+def _of_one_seed() -> list[dict[str, Any]]:
+    return [run for run in json.loads(RECORD.read_text())["runs"] if run["seed"] == 1]
 
 
 def _with_start(runs: dict[str, Any], name: str) -> list[tuple[float, dict[str, float]]]:

@@ -35,7 +35,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "context-memory": memory.buckets_over_context,
     "plan-front": planning.plan_front,
     "continued": continued.other_corpus_and_tails,
-    "longer-rows": continued.loss_by_place,
+    "longer-rows": continued.longer_rows_more_ids,
     "tiny-loss": measured.tiny_loss,
     "activation-pareto": measured.activation_pareto,
     "published": measured.published_steps,
