@@ -22,6 +22,7 @@ from megacpp.interop.table import CLASSES
 
 OURS = "megacpp"  # key of config.json with our own settings
 ALIASES = (("num_experts", "num_local_experts", "n_routed_experts"),)
+INTERLEAVE = "rope_interleave"  # of rows of queries and keys; true where a file lacks it
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def read_hf_config(folder: Path) -> HFConfig:
         raise _refused(path, wrong.key, wrong.value, wrong.rule, fix) from None
     model = _made(read)
     if OURS in given:
-        model = _own(path, one, given[OURS], read)
+        model = _own(path, one, given, read)
     return HFConfig(one, values, model)
 
 
@@ -95,7 +96,7 @@ def _check_fixed(one: HFClass, values: Values) -> None:
         value = values.get(key, legal)
         if key == "sliding_window" and value and value >= values.get("max_position_embeddings", 0):
             continue
-        if key in ("num_nextn_predict_layers", "rope_interleave"):
+        if key in ("num_nextn_predict_layers", INTERLEAVE):
             continue  # extra layers are left out; the rows of queries and keys are reordered
         if value != legal:
             raise WrongKeyError(key, value, f"must be {json.dumps(legal)}")
@@ -119,14 +120,16 @@ def _made(settings: Mapping[str, Any]) -> ModelConfig:
     return replace_keys(dataclasses.replace(Config(), model=ModelConfig()), keys).model
 
 
-def _own(path: Path, one: HFClass, ours: Any, read: Mapping[str, Any]) -> ModelConfig:
+def _own(path: Path, one: HFClass, given: Values, read: Mapping[str, Any]) -> ModelConfig:
     """Return the settings under `megacpp`, checked against the other keys of the file."""
-    model = read_model_config(with_defaults(ours.get("model", {})))
+    model = read_model_config(with_defaults(given[OURS].get("model", {})))
     written = _settings(one, {**one.defaults, **to_config(one, model)})
-    for key, value in written.items():
-        if read.get(key) != value:
+    both = {f"model.{key}": (read.get(key), written.get(key)) for key in {**written, **read}}
+    both[INTERLEAVE] = (given.get(INTERLEAVE, True), True)  # as an export orders the rows
+    for key, (there, here) in both.items():
+        if there != here:
             raise ConfigError(
-                f"{path}: its keys say model.{key}={read.get(key)}, its key {OURS!r} says {value}. "
+                f"{path}: its keys say {key}={there}, its key {OURS!r} says {here}. "
                 f"Fix: remove {OURS!r} from it if another program changed the weights."
             )
     return model

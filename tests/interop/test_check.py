@@ -25,8 +25,42 @@ pytest.importorskip("transformers")
 KEY = "model.layers.1.self_attn.o_proj.weight"
 
 
-def export(folder: Path, *more: str) -> int:
-    final = final_folder(folder / "run", built(model_of("qwen3_tied")))
+ROPE = ("rope_theta", "rope_parameters", "rope_scaling")
+TURNS = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 5e5,
+}
+
+# Keys of config.json without which, or changed, transformers computes something else and says
+# nothing: name -> (model, keys that are taken away, keys that change, setting that is named)
+WRONG: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
+    "partial": ("glm4", ("partial_rotary_factor",), {}, "model.attention.rope_fraction=0.5"),
+    "interleave": ("deepseek_v3", (), {"rope_interleave": False}, "rope_interleave=False"),
+    "norm of top k": ("qwen3_moe", ("norm_topk_prob",), {}, "model.moe.softmax_order=pre"),
+    "rope": ("llama", ROPE, {}, "model.attention.rope_theta=10000.0"),
+    "rope of experts": ("mixtral", ROPE, {}, "model.attention.rope_theta=1000000.0"),
+    "rope by turns": ("llama", (), {"rope_scaling": TURNS}, "model.attention.yarn.beta_fast=4"),
+    "eps": ("llama", ("rms_norm_eps",), {}, "model.norm_eps=1e-06"),
+}
+
+
+def plant(wrong: str, folder: Path) -> None:
+    """Make a key of a folder's config.json wrong."""
+    _, away, changes, _ = WRONG[wrong]
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for values in (config, config["rope_parameters"]):
+        for key in away:
+            values.pop(key, None)
+    path.write_text(json.dumps(config | changes))
+
+
+def export(folder: Path, *more: str, name: str = "qwen3_tied") -> int:
+    final = final_folder(folder / "run", built(model_of(name)))
     return main(["export", str(final), "--out", str(folder / "hf"), "--dtype", "fp32", *more])
 
 
@@ -70,6 +104,40 @@ def test_an_export_in_a_wrong_order_is_refused(
     monkeypatch.setitem(orders.ORDERS, "halves", as_they_are)  # type: ignore[arg-type]
     assert export(tmp_path, "--check") == 4
     assert "differ by at most" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_key_that_disagrees_with_our_settings_is_refused(
+    wrong: str, tmp_path: Path, capsys: Any
+) -> None:
+    assert export(tmp_path, name=WRONG[wrong][0]) == 0
+    plant(wrong, tmp_path / "hf")
+    capsys.readouterr()
+    assert main(["show", "--from", str(tmp_path / "hf")]) == 2
+    said = capsys.readouterr().err
+    words = f"error: {tmp_path / 'hf' / 'config.json'}: its keys say {WRONG[wrong][-1]}, its key"
+    assert said.startswith(words) and said.count("\n") == 1 and "Fix: remove 'megacpp'" in said
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_key_that_transformers_alone_reads_is_refused(
+    wrong: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong for transformers alone, as a class without a key in our table would have it."""
+    import transformers
+
+    auto = transformers.AutoModelForCausalLM
+    loaded = auto.from_pretrained
+
+    def planted(folder: Path, **settings: Any) -> Any:
+        plant(wrong, folder)
+        model, info = loaded(folder, output_loading_info=True, **settings)
+        assert not any(info.values()), "it loads clean"
+        return model
+
+    monkeypatch.setattr(auto, "from_pretrained", planted)
+    assert export(tmp_path, "--check", name=WRONG[wrong][0]) == 4
+    assert "differ by at most" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_run_compares_its_first_weights(
