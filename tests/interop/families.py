@@ -9,6 +9,7 @@ import contextlib
 import io
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,9 @@ from torch import Tensor
 from megacpp.cli.main import main
 from megacpp.interop.compare import load_model, our_logits
 from megacpp.interop.places import locate, read_model
+from megacpp.launch.record import git_commit
 from megacpp.state.tensors import model_tensors
+from tests.interop import test_code
 from tests.interop.models import CASES, built, final_folder, model_of
 from tests.interop.test_import import FOLDERS, IDS, saved, tensors, transformers
 
@@ -34,9 +37,11 @@ and back (`out`), and from a folder that transformers saved (`in`). Of all model
 largest differences in fp32 on a CPU: of logits, relative to the largest one, and of the loss, in
 nats. `equal bytes`: what comes back is equal, bit for bit. Models are small and random, with biases
 and norms that aren't constant (transformers {transformers.__version__}). `deepseek_v3_halves` comes
-back with its rotary rows in pairs, the class's default. Models with Mamba-3 or M2RNN leave with
-their code; [their test](../../tests/interop/test_code.py) asks for the same, and for equal tokens
-and gradients.
+back with its rotary rows in pairs, the class's default. `MegacppForCausalLM` is a folder with our
+code, for models that no class expresses; [its test](../../tests/interop/test_code.py) also asks
+for equal tokens and gradients.
+
+{{mark}}
 
 | class | way | models | logits | loss | argmax | equal bytes |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -56,14 +61,17 @@ def figures_out(name: str, folder: Path) -> FamilyFigures:
     """Return the figures of a model of ours in transformers, and of its way back.
 
     Args:
-        name: in CASES.
+        name: in CASES, or in those of folders with code.
         folder: empty folder.
     """
-    model = built(model_of(name))
-    _export(final_folder(folder / "run", model), folder / "out")
+    code = name in test_code.CASES
+    out = folder / name  # transformers keeps code by the name of its folder
+    model = built((test_code.model_of if code else model_of)(name))
+    _export(final_folder(folder / "run", model), out, "hf-code" if code else "hf")
+    how = {"trust_remote_code": True} if code else {"attn_implementation": "eager"}
     auto = transformers.AutoModelForCausalLM
-    theirs = auto.from_pretrained(folder / "out", dtype=torch.float32, attn_implementation="eager")
-    place = locate(str(folder / "out"), "run")
+    theirs = auto.from_pretrained(out, dtype=torch.float32, **how)
+    place = locate(str(out), "run")
     back, first = model_tensors(load_model(place, model.config)), model_tensors(model)
     equal = all(torch.equal(t, first[key]) for key, t in back.items())
     return _figures(model, theirs.eval(), equal)
@@ -85,9 +93,10 @@ def figures_in(name: str, folder: Path) -> FamilyFigures:
     return _figures(ours, theirs, same and all(torch.equal(written[k], first[k]) for k in first))
 
 
-def _export(final: Path, out: Path) -> None:
+def _export(final: Path, out: Path, to: str = "hf") -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        assert main(["export", str(final), "--out", str(out), "--dtype", "fp32"]) == 0
+        words = ["export", str(final), "--out", str(out), "--dtype", "fp32", "--to", to]
+        assert main(words) == 0
 
 
 @torch.no_grad()
@@ -109,6 +118,7 @@ def models_of() -> dict[tuple[str, str], list[str]]:
     for way, models in (("out", CASES), ("in", FOLDERS)):
         for name, (kind, *_) in models.items():
             found.setdefault((kind, way), []).append(name)
+    found["Megacpp", "out"] = list(test_code.CASES)
     return dict(sorted(found.items()))
 
 
@@ -130,7 +140,8 @@ def _share(flags: list[Any], names: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    text = HEAD + "\n".join(rows()) + "\n"
+    mark = f"Run {time.strftime('%Y-%m-%d')}, {(git_commit() or '')[:7]}"
+    text = HEAD.format(mark=mark) + "\n".join(rows()) + "\n"
     if "--write" in sys.argv:
         PAGE.write_text(text)
     print(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from tests.interop.families import PAGE, FamilyFigures, figures_in, figures_out,
 
 
 def test_the_page_has_every_class_and_model_within_the_bounds() -> None:
-    lines = [line for line in PAGE.read_text().splitlines() if "ForCausalLM" in line]
+    page = PAGE.read_text()
+    assert re.search(r"^Run \d{4}-\d\d-\d\d, [0-9a-f]{7}\n\n\| class \|", page, re.M)
+    lines = [line for line in page.splitlines() if line.startswith("|") and "ForCausalLM" in line]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [(kind.removesuffix("ForCausalLM"), way) for kind, way, *_ in cells] == list(models_of())
     for (_, names), (_, _, models, logits, loss, argmax, equal) in zip(
@@ -24,8 +27,11 @@ def test_the_page_has_every_class_and_model_within_the_bounds() -> None:
         assert equal in ("yes", "all but deepseek_v3_halves")
 
 
-@pytest.mark.parametrize("figures", [figures_in, figures_out])
-def test_a_row_is_measured(figures: object, tmp_path: Path) -> None:
-    found = figures("qwen2", tmp_path)  # type: ignore[operator]
+@pytest.mark.parametrize(
+    ("figures", "name"), [(figures_in, "qwen2"), (figures_out, "qwen2"), (figures_out, "memories")]
+)
+def test_a_row_is_measured(figures: object, name: str, tmp_path: Path) -> None:
+    found = figures(name, tmp_path)  # type: ignore[operator]
     assert isinstance(found, FamilyFigures)
-    assert 0 < found.logits <= WITHIN and 0 < found.loss <= WITHIN and found.argmax and found.equal
+    assert max(found[:2]) <= WITHIN and found.argmax and found.equal
+    assert found.logits > 0 or name == "memories"  # our code there may round alike
