@@ -18,7 +18,11 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 # Pages for users; the commands that they show are parsed.
-USED = ("using.md", "when-it-stops.md", "faq.md")
+# Their commands need another checkout or other machines.
+ELSEWHERE = ("install.md", "launch/ssh.md")
+USED = sorted({str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {*ELSEWHERE})
+# Of runs that a reader makes first.
+FOLDERS = ("--checkpoint.init", "--checkpoint.resume")
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#]+\.md)\)")
 LISTED = re.compile(r"(?:^- (?:\d+ · )?|^\d+\. |(?<=\), ))\[([^\]]+)\]\(([^)#]+\.md)\)", re.M)
 
@@ -66,7 +70,8 @@ def test_every_page_is_listed_under_its_heading() -> None:
 def commands(page: str) -> list[str]:
     """Lines of the bash blocks of a page."""
     blocks = re.findall(r"^```bash\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
-    return [line.split("  #")[0] for block in blocks for line in block.strip().splitlines()]
+    whole = "".join(blocks).replace("\\\n", " ")
+    return [line.split("  #")[0] for line in whole.splitlines()]
 
 
 SHOWN = [(page, line) for page in USED for line in commands(page)]
@@ -77,13 +82,17 @@ def test_a_shown_command_is_legal(page: str, line: str) -> None:
     first, *words = shlex.split(line)
     if first == "make":
         assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.M)
-    elif first == "torchrun":
-        script = words.index("train.py")
-        ranks = next(int(w.partition("=")[2]) for w in words if w.startswith("--nproc-per-node="))
-        parse_run(words[script + 1 :], ranks)
+        return
+    ranks = [int(w.partition("=")[2]) for w in words if w.startswith("--nproc-per-node=")]
+    for flag in FOLDERS:
+        if flag in words:
+            del words[words.index(flag) : words.index(flag) + 2]
+    if "train.py" in words:
+        assert first in ("torchrun", "python")
+        parse_run(words[words.index("train.py") + 1 :], ranks[0] if ranks else 1)
     else:
-        assert first == "megacpp"
-        command, rest = find(words)
+        assert first == "megacpp" or words[1:3] == ["-m", "megacpp"]
+        command, rest = find(words if first == "megacpp" else words[3:])
         args = COMMANDS[command].load()[1]
         if COMMANDS[command].runs:
             own, run = split_args(args, rest)
@@ -152,3 +161,14 @@ def test_symptoms_quote_messages_of_the_program() -> None:
 def test_a_file_describes_the_project_in_the_same_words(file: str) -> None:
     text = " ".join((ROOT / file).read_text().split()).lower()
     assert "trainer for hybrid language models in plain pytorch" in text
+
+
+def test_the_first_run_of_the_readme_is_the_one_that_is_drawn() -> None:
+    text = (ROOT / "README.md").read_text()
+    found = re.findall(
+        r"bpb (\S+)|(\S+) bits per byte of all|gzip -9 at ([\d.]+)|xz -9 at ([\d.]+)", text
+    )
+    drawn = json.loads((DOCS / "tiny-loss.json").read_text())
+    steps = drawn["bits_per_byte"]
+    shown = [steps[0], steps[-1], drawn["held_out"], drawn["gzip"], drawn["xz"]]
+    assert [float("".join(one)) for one in found] == shown
