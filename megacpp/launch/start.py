@@ -50,6 +50,7 @@ from megacpp.run.rank_store import RankStore
 from megacpp.run.sinks import check_sinks
 from megacpp.run.tasks import task_names
 from megacpp.state.remote import check_remote, remote_run, url_of
+from megacpp.state.rng import seed_generators
 from megacpp.state.training import TrainingState
 from megacpp.terminal.screen import check_folder
 
@@ -68,6 +69,7 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
             configuration.
         CheckpointError: tensors of the first weights aren't those of the model.
     """
+    seed_generators(resolved.config.run.seed)
     check_folder("run.dir", Path(resolved.config.run.dir))
     with peers.agree("remote"):
         if peers.rank == 0 and url_of(resolved.config):

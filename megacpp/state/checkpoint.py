@@ -36,6 +36,7 @@ from megacpp.state.files import (
     aside_of,
     publish_folder,
     remove_folder,
+    sort_metadata,
     tensor_bytes,
     write_text,
 )
@@ -119,8 +120,11 @@ def save_checkpoint(
             seconds = _write_tensors(pending, tensors, whole, group)
         with agreed(what, fix, group):
             began = time.monotonic()
-            files = {p.name: hash_file(p) for p in _own_files(pending)}
-            written = sum(map(tensor_bytes, _own_files(pending)))
+            own = _own_files(pending)
+            for path in own:
+                sort_metadata(path)
+            files = {p.name: hash_file(p) for p in own}
+            written = sum(map(tensor_bytes, own))
             seconds += time.monotonic() - began
         everyone = gather((files, written, seconds, rng or rng_state()), group)
         with agreed(what, fix, group):

@@ -111,6 +111,20 @@ def tensor_bytes(path: Path) -> int:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
+def sort_metadata(path: Path) -> None:
+    """Sort the metadata in a safetensors file's header in place: the library's order is random."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(size)
+        assert len(text) == size, f"{path}: {len(text)} bytes of {size}"
+        file.seek(8)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync(path: Path) -> None:
     """Wait until a file's content, or the renames inside a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -25,6 +25,15 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch, which start anywhere in a new process."""
+    import rich.style  # noqa: F401 - it draws a number where it is first imported
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore a state from `rng_state`; without a GPU its GPU state is ignored."""
     version, words, gauss = state["python"]

@@ -5,9 +5,7 @@ Runs are forked (tests/launch.py), so what a test slows down or breaks reaches t
 
 from __future__ import annotations
 
-import dataclasses
 import errno
-import json
 import os
 import signal
 import threading
@@ -19,7 +17,6 @@ import pytest
 
 from megacpp.state import behind, checkpoint
 from megacpp.state.checkpoint import verify
-from megacpp.state.manifest import read_manifest
 from megacpp.state.published import latest_checkpoint
 from megacpp.state.training import TrainingState
 from tests.launch import Done, forked
@@ -33,28 +30,10 @@ def train(corpus: Path, folder: Path, ranks: int, *flags: str) -> Done:
     return forked(*FLAGS, *words, "--checkpoint.keep", "0", *flags, ranks=ranks)
 
 
-def contents(folder: Path) -> dict[str, object]:
-    """Return every file of all checkpoints, without what differs between any two processes.
-
-    That is the order of a safetensors header's two metadata, and Python's own generator, which no
-    run seeds; both change a manifest's hashes.
-    """
-    found: dict[str, object] = {}
-    for path in sorted((folder / "checkpoints").rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.suffix == ".safetensors":
-            raw = path.read_bytes()
-            end = 8 + int.from_bytes(raw[:8], "little")
-            found[name] = (list(json.loads(raw[8:end]).items()), raw[end:])
-        elif path.name == "extra.json":
-            found[name] = json.loads(path.read_text())
-            for rng in found[name]["rng"]:  # type: ignore[index]
-                assert rng.pop("python")
-        elif path.name == "manifest.json":
-            found[name] = dataclasses.replace(read_manifest(path.parent, "checkpoint"), files={})
-        elif path.is_file():
-            found[name] = path.read_bytes()
-    return found
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every file of all checkpoints."""
+    files = (path for path in (folder / "checkpoints").rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(files)}
 
 
 def in_thread() -> bool:

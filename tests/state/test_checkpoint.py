@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from megacpp.errors import CheckpointError
 from megacpp.state.checkpoint import load_checkpoint, save_checkpoint, verify
+from megacpp.state.manifest import hash_file, read_manifest, write_manifest
 from megacpp.state.published import latest_checkpoint, latest_text
 from megacpp.state.rng import rng_state, set_rng_state
 from tests.ranks import run_ranks
@@ -212,6 +214,25 @@ def test_every_rank_gets_its_own_generators_back(tmp_path: Path) -> None:
     pairs = run_ranks(body, 2)
     assert all(wanted == got for wanted, got in pairs)
     assert pairs[0] != pairs[1]
+
+
+def test_headers_are_sorted_and_older_ones_are_read(saved: dict[int, Path], tmp_path: Path) -> None:
+    """Checkpoints of earlier versions have the metadata of a header in any order."""
+    folder = shutil.copytree(saved[2], tmp_path / "step-000007")
+    manifest = read_manifest(folder, "checkpoint")
+    for path in folder.glob("*.safetensors"):
+        raw = path.read_bytes()
+        size = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + size])
+        names = list(header["__metadata__"])
+        assert names == sorted(names) and len(names) > 1
+        header["__metadata__"] = {name: header["__metadata__"][name] for name in reversed(names)}
+        text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
+        path.write_bytes(raw[:8] + text + raw[8 + size :])
+        assert path.stat().st_size == len(raw) and hash_file(path) != manifest.files[path.name]
+        manifest.files[path.name] = hash_file(path)
+    write_manifest(folder, manifest)
+    assert verify(folder) == [] and load(0, 1, folder)[0] == []
 
 
 # ---- no pickle ----------------------------------------------------------------------------------
