@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -81,8 +80,5 @@ def write_tasks(folder: Path, names: Iterable[str] = TASKS) -> None:
 
 
 def printed_alike(a: float, b: float) -> bool:
-    """Return whether two figures differ by less than one of the last digit that `eval` prints.
-
-    Programs that round in fp32 may find 12060.74 and 12060.76, which are printed as different.
-    """
-    return a == b or abs(a - b) < 10.0 ** (math.floor(math.log10(abs(b))) - 5)
+    """Return whether lm-eval prints the same for two figures: four decimals."""
+    return f"{a:.4f}" == f"{b:.4f}"

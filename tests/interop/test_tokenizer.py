@@ -71,14 +71,14 @@ def corpus_of(given: Path, home: Path) -> Corpus:
     return Corpus(ensure_corpus(spec, home / "corpus").path, 64)
 
 
-def exported(corpus: Path, home: Path) -> Path:
+def exported(corpus: Path, home: Path, to: str = "hf") -> Path:
     """Return the folder of a model with a corpus's tokenizer, exported as a run's is."""
     ids = CorpusTokenizer.load(corpus / "tokenizer.json").vocab_size
     model = built(small("AFAF", dim=24, vocab_size=ids))
     beside = tuple(corpus / name for name in ("tokenizer.json", "tokenizer_config.json"))
     export_weights(model, home / "final", model.config, beside=beside, step=1)
     command = ["export", str(home / "final"), "--out", str(home / "out"), "--dtype", "fp32"]
-    assert main(command) == 0
+    assert main([*command, "--to", to]) == 0
     return home / "out"
 
 
