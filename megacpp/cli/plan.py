@@ -21,7 +21,6 @@ from megacpp.config.schema import Config, MeshConfig
 from megacpp.config.settings import setting
 from megacpp.errors import ConfigError, config_error
 from megacpp.launch.command import node_lines, quoted, torchrun_words
-from megacpp.memory.budget import BRIEF
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.forms.detail import detail_of
 from megacpp.memory.planner import REASONS, Candidate, Plan, plan
@@ -107,7 +106,6 @@ def command(args: PlanArgs, words: list[str]) -> int:
     else:
         found = plan(
             *(asked.config, asked.world, asked.budget, asked.tokens, tuple(asked.given)),
-            estimator=BRIEF,
             watch=_watched,
         )
     shown = found.candidates[: args.top]

@@ -9,7 +9,6 @@ from typing import Any
 
 from megacpp.cli.speed import predicted
 from megacpp.config.schema import Config, MeshConfig
-from megacpp.memory.budget import BRIEF
 from megacpp.memory.fastest import fastest
 from megacpp.memory.planner import CRITERIA, Candidate, Plan, deciding
 from megacpp.speed.hardware import GpuSpec, Rates
@@ -86,7 +85,8 @@ def by_speed(
 
     found = fastest(
         *(asked.config, world, asked.budget, asked.tokens, least, seconds, few),
-        *(tuple(asked.given), BRIEF, watch),
+        fixed=tuple(asked.given),
+        watch=watch,
     )
     return found, [predicted(one.config, world, machine, per_node) for one in found.candidates]
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
 from megacpp.config.schema import Config, MeshConfig
-from megacpp.memory.estimate import estimate
+from megacpp.memory.budget import BRIEF, EstimateFunction
 from megacpp.memory.plan_space import meshes
-from megacpp.memory.planner import FITS, Candidate, EstimateFunction, Plan, _Search
+from megacpp.memory.planner import FITS, Candidate, Plan, _Search
 
 
 def fastest(
@@ -25,7 +25,7 @@ def fastest(
     seconds: Callable[[Config], float],
     few: int,
     fixed: Collection[str] = (),
-    estimator: EstimateFunction = estimate,
+    estimator: EstimateFunction = BRIEF,
     watch: Callable[[Sequence[MeshConfig]], Iterable[MeshConfig]] = iter,
 ) -> Plan:
     """Return the plan of the `few` fastest configurations that fit.

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megacpp.config.schema import Config, MeshConfig
-from megacpp.memory.estimate import MemoryEstimate, estimate
+from megacpp.memory.budget import BRIEF, EstimateFunction
+from megacpp.memory.estimate import MemoryEstimate
 from megacpp.memory.plan_space import (
     Policy,
     mesh_is_legal,
@@ -38,7 +39,6 @@ from megacpp.memory.plan_space import (
     with_knobs,
 )
 
-EstimateFunction = Callable[[Config, int, int, int | None], MemoryEstimate]
 FITS, AT_RISK, TOO_LARGE = range(3)
 SHOWN = 10  # first candidates, whose experts' exchange is chosen
 MISFITS = {"fits": FITS, "unknown": FITS, "at_risk": AT_RISK, "does_not_fit": TOO_LARGE}
@@ -162,7 +162,7 @@ def plan(
     budget_bytes: int,
     tokens_per_step: int,
     fixed: Collection[str] = (),
-    estimator: EstimateFunction = estimate,
+    estimator: EstimateFunction = BRIEF,
     watch: Callable[[Sequence[MeshConfig]], Iterable[MeshConfig]] = iter,
 ) -> Plan:
     """Rank the configurations that `world` ranks of `budget_bytes` each can run.
@@ -173,7 +173,7 @@ def plan(
         budget_bytes: memory of a device less the headroom.
         tokens_per_step: tokens of an optimizer step.
         fixed: dotted settings that aren't varied (`mesh.tp`, `train.device_batch_size`, ...).
-        estimator: estimates one rank.
+        estimator: estimates one rank; by default without `detail`.
         watch: wraps the meshes while they are searched, for example in a progress bar.
 
     Raises:

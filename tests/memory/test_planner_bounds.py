@@ -11,7 +11,7 @@ import pytest
 from megacpp.config.checks.every import broken
 from megacpp.config.presets import preset
 from megacpp.config.schema import Config, MeshConfig
-from megacpp.memory.estimate import estimate
+from megacpp.memory.budget import BRIEF
 from megacpp.memory.plan_space import (
     mesh_is_legal,
     meshes,
@@ -99,7 +99,7 @@ def test_what_the_bounds_rest_on(name: str) -> None:
         needs = {}
         for row, (i, rung) in itertools.product(rows, enumerate(rungs)):
             one = with_knobs(config, mesh, row, tokens, rung)
-            found = estimate(one, 8)
+            found = BRIEF(one, 8, 0, None)
             needs[row, i] = found.point, found.upper
         for (few, i), (many, j) in itertools.product(needs, repeat=2):
             if many >= few and (i == j or rungs[i].keeps_less(rungs[j])):
