@@ -105,6 +105,7 @@ def outer_parts(model: ModelConfig) -> dict[str, TracedPart]:
     return {name: TracedPart(chain, i) for chain in chains for i, name in enumerate(chain)}
 
 
+@lru_cache(maxsize=8)  # a part's bytes and its moments ask one after the other
 def request_of(own: LocalShapes, part: TracedPart) -> BlockRequest:
     """Return the request that determines the trace of a part of this rank."""
     return _layers_request(own, part) if part.is_layer else _outer_request(own, part.chain)
