@@ -144,14 +144,14 @@ class RowSizes:
         """Return the collectives of `tp` in front of and behind a block's matrices."""
         size = 2.0 * self.tokens * self.dim
         if self.tp == 1:
-            return Region("door"), Region("door")
+            return Region("boundary"), Region("boundary")
         if not self.sp:
             both = (Transfer("tp", "all_reduce", size, self.beside),)
-            return Region("door", sent_backward=both), Region("door", sent_forward=both)
+            return Region("boundary", sent_backward=both), Region("boundary", sent_forward=both)
         gather = Transfer("tp", "all_gather", size, self.beside)
         scatter = Transfer("tp", "reduce_scatter", size, self.beside)
-        before = Region("door", sent_forward=(gather,), sent_backward=(scatter, gather))
-        return before, Region("door", sent_forward=(scatter,), sent_backward=(gather,))
+        before = Region("boundary", sent_forward=(gather,), sent_backward=(scatter, gather))
+        return before, Region("boundary", sent_forward=(scatter,), sent_backward=(gather,))
 
 
 def attention_layer(s: RowSizes, window: int = 0) -> Iterator[Region]:

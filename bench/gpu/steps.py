@@ -186,7 +186,7 @@ def made_up(config: Config, packed: bool, seed: int = 0) -> Batch:
 
 def expected(config: Config, device: torch.device) -> MemoryEstimate:
     """Return the launch gate's estimate of a run."""
-    return Estimator(config, 1, device).assess(config).estimate
+    return Estimator(config, 1, device).admission(config).estimate
 
 
 def in_use(device: torch.device) -> dict[str, int]:

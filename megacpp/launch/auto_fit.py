@@ -48,7 +48,7 @@ def fitted(
         peers.gather("over", True)
         raise
     peers.gather("over", True)  # rank 0 may serve the store: it exits last
-    found = replace(estimator.assess(config), **told)
+    found = replace(estimator.admission(config), **told)
     return _refit(resolved, config), found
 
 
@@ -87,7 +87,7 @@ def _lead(
             asked,
             room.device_bytes,
             room.budget_bytes,
-            lambda c: estimator.assess(c.config).margin.extra_bytes,
+            lambda c: estimator.admission(c.config).margin.extra_bytes,
         )
         print(
             f"memory.fit=auto: {len(found.candidates)} candidates, those that fit run now, "

@@ -186,7 +186,7 @@ class Estimator:
         brief = BRIEF if self.estimator is estimate else self.estimator
         return fullest(self.settled(config), self.size, left, brief)[1]
 
-    def assess(self, config: Config) -> Admission:
+    def admission(self, config: Config) -> Admission:
         """Return the estimate of a configuration with everything that its verdict rests on."""
         settled = self.settled(config)
         names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -236,7 +236,7 @@ def check_memory(resolved: Resolved, size: int, device: torch.device) -> Admissi
         ConfigError: it doesn't fit, and `memory.gate` is on.
     """
     estimator = Estimator(resolved.config, size, device)
-    found = estimator.assess(resolved.config)
+    found = estimator.admission(resolved.config)
     estimator.check(found)
     return found
 

@@ -38,7 +38,7 @@ from megacpp.model.count import count_parameters
 from megacpp.model.pattern import warms_up
 from megacpp.model.stages import as_scheduled
 
-Verdict = Literal["fits", "at_risk", "does_not_fit", "unknown"]
+Fit = Literal["fits", "at_risk", "does_not_fit", "unknown"]
 NO_TENSOR = ("runtime_reserved", "allocator_overhead")
 TASKS = "evaluation of tasks"  # a moment between two steps
 # Bounds of its work: bytes a token of a row for each of `dim`, and a scored token for each id.
@@ -72,8 +72,8 @@ class MemoryEstimate:
     assumptions: tuple[str, ...]
 
     @property
-    def verdict(self) -> Verdict:
-        """Verdict against the budget; `at_risk`: the point fits, the upper bound doesn't."""
+    def verdict(self) -> Fit:
+        """Fit in the budget; `at_risk`: the point fits, the upper bound doesn't."""
         if self.budget is None:
             return "unknown"
         if self.upper <= self.budget:

@@ -239,10 +239,10 @@ def _tensor_axis(
         again = regions >= BLOCK
         ends = {"embed": 1, "top": 1, "head": 1 + model.mtp.depths}.get(kind, 0)
         yield "tp", "activations", micro * 2 * ends * stream
-        if kind == "mtp":  # the embedding's, and the doors of an A and an F block
+        if kind == "mtp":  # the embedding's, and the borders of an A and an F block
             depths, learns = model.mtp.depths, not model.mtp.detach_trunk
-            doors = depths * (9 + learns) + 4 * (depths - 1) * config.recompute.mtp
-            yield "tp", "activations", micro * doors * stream
+            borders = depths * (9 + learns) + 4 * (depths - 1) * config.recompute.mtp
+            yield "tp", "activations", micro * borders * stream
         elif kind == "ngram":
             yield "tp", "activations", micro * 2 * stream // model.dim * ngram_width(model.ngram)
         elif kind[0] in KINDS and KINDS[kind[0]].tensor_dims(model):

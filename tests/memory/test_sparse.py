@@ -142,7 +142,7 @@ def test_every_byte_that_travels(policy: str) -> None:
 
 # One choice for all layers. Ranks, flags, and of each stage: choices that it sends and receives,
 # and those that it reads.
-HANDED_ON: dict[str, tuple[int, str, list[tuple[int, int]]]] = {
+SENT_ON: dict[str, tuple[int, str, list[tuple[int, int]]]] = {
     "tp": (4, "--mesh.pp 2 --mesh.tp 2", [(1, 0), (1, 1)]),
     "cp, passed on": (
         *(8, "--mesh.pp 4 --mesh.cp 2 --model.pattern A|A|F|A --train.grad-accum 4"),
@@ -156,10 +156,10 @@ HANDED_ON: dict[str, tuple[int, str, list[tuple[int, int]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", HANDED_ON)
+@pytest.mark.parametrize("name", SENT_ON)
 def test_a_choice_crosses_only_the_borders_that_it_must(name: str) -> None:
     """By hand: C = 8 keys of 2 bytes for each token that a rank holds between blocks, one way."""
-    size, flags, stages = HANDED_ON[name]
+    size, flags, stages = SENT_ON[name]
     if "pattern" not in flags:
         flags += " --model.pattern AF|AF"
     depth = len(flags.split("pattern ")[1].split()[0].replace("|", ""))

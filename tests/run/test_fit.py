@@ -321,7 +321,7 @@ def test_the_margin_of_calibration_reaches_the_ladder(
         margin = SimpleNamespace(extra_bytes=7)
 
     room = SimpleNamespace(device_bytes=120, budget_bytes=100, source="given")
-    estimator: Any = SimpleNamespace(size=8, room=room, assess=lambda config: Assessed)
+    estimator: Any = SimpleNamespace(size=8, room=room, admission=lambda config: Assessed)
     plan = SimpleNamespace(candidates=PLAN, world=8, budget_bytes=100, tokens_per_step=1)
     vars(plan).update(considered=1, out={})
     ladders: list[Ladder] = []

@@ -97,7 +97,7 @@ def flat(point: float, upper: float) -> Callable[..., MemoryEstimate]:
     return estimate
 
 
-def assessor(point: float, upper: float) -> Estimator:
+def estimator_of(point: float, upper: float) -> Estimator:
     return Estimator(config_of("--memory.device-gib", "10"), 2, CPU, flat(point, upper))
 
 
@@ -106,8 +106,8 @@ def assessor(point: float, upper: float) -> Estimator:
     [(9, 9, "fits"), (8, 9.5, "at_risk"), (9.01, 9.5, "does_not_fit")],
 )
 def test_ten_percent_stay_free(point: float, upper: float, verdict: str) -> None:
-    of = assessor(point, upper)
-    found = of.assess(config_of())
+    of = estimator_of(point, upper)
+    found = of.admission(config_of())
     assert found.estimate.verdict == verdict
     if verdict != "does_not_fit":
         of.check(found)
@@ -119,8 +119,8 @@ def test_ten_percent_stay_free(point: float, upper: float, verdict: str) -> None
 
 
 def test_the_gate_can_be_off_and_says_so() -> None:
-    of = assessor(9.5, 9.5)
-    found = of.assess(config_of("--memory.gate", "off"))
+    of = estimator_of(9.5, 9.5)
+    found = of.admission(config_of("--memory.gate", "off"))
     of.check(found)
     assert any("DOES NOT FIT; memory.gate=off" in line for line in found.lines())
     assert found.as_dict()["gate"] == "off"
@@ -137,16 +137,16 @@ def test_the_host_copy_of_a_save_is_told(corpus: Path, tmp_path: Path) -> None:
     manifest = read_manifest(saved / "step-000001", "checkpoint")
     size = words(sum(t.num_bytes for t in manifest.tensors.values()))
     assert f"checkpoint.async: {size} more on the host of each rank" in line, (line, size)
-    assert Estimator(config_of(), 2, CPU, flat(1, 1)).assess(config_of())._copy_line() == []
+    assert Estimator(config_of(), 2, CPU, flat(1, 1)).admission(config_of())._copy_line() == []
 
 
 def test_one_rank_of_a_machine_judges(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = assessor(9.5, 9.5)
+    of = estimator_of(9.5, 9.5)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    of.check(of.assess(config_of()))
+    of.check(of.admission(config_of()))
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(ConfigError):
-        of.check(of.assess(config_of()))
+        of.check(of.admission(config_of()))
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,12 @@ def test_one_rank_of_a_machine_judges(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_was_measured_widens_the_margin(tmp_path: Path, measured: float, verdict: str) -> None:
     """8 GiB of 10 fit with 10 % headroom; if 9.1 were measured before, they don't."""
-    of = assessor(8, 8)
+    of = estimator_of(8, 8)
     asked = config_of(f"--memory.calibration={tmp_path}")
-    where = of.assess(asked).situation
+    where = of.admission(asked).situation
     known = Record(where.key, where.family, where.rows, 8 * GIB, int(measured * GIB), {})
     write_record(tmp_path, known, where)
-    found = of.assess(asked)
+    found = of.admission(asked)
     assert found.estimate.verdict == verdict
     extra = 0 if abs(measured / 8 - 1) <= 0.05 else max(0, int(measured * GIB) - 8 * GIB)
     assert found.margin.extra_bytes == extra

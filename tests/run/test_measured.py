@@ -31,7 +31,7 @@ class Rig:
     def __init__(self, folder: Path, to: str | None = None, rank: int = 0, factor: int = 1) -> None:
         to = str(folder / "calibration") if to is None else to
         self.config = parse_run(["tiny", f"--memory.calibration={to}"], 1).config
-        admission = Estimator(self.config, 1, CPU, flat(2, 2)).assess(self.config)
+        admission = Estimator(self.config, 1, CPU, flat(2, 2)).admission(self.config)
         self.model = nn.Linear(200, 300)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         self.model(torch.ones(1, 200)).sum().backward()

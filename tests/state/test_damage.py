@@ -48,7 +48,7 @@ def folder(pristine: Path, tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def refusal(path: Path) -> str:
+def error_of(path: Path) -> str:
     """Return the message that rejects `path`, after checking every rejection's invariants."""
     tensors = toy_state(seed=5)
     before = local(tensors)
@@ -118,10 +118,10 @@ def test_damaged_files_are_named(
     whole_manifest_of_another_step = name == "manifest.json" and damage is swapped
     if not whole_manifest_of_another_step:
         assert name in verify(path)[0]
-        assert name in refusal(path)
+        assert name in error_of(path)
     else:
-        assert ": is corrupt (SHA-256 differs)" in refusal(path)
-    assert f"--checkpoint.resume {folder / 'step-000001'}" in refusal(path)
+        assert ": is corrupt (SHA-256 differs)" in error_of(path)
+    assert f"--checkpoint.resume {folder / 'step-000001'}" in error_of(path)
     record_property("files truncated, emptied, halved, deleted, lengthened or swapped, named", 1)
 
 
@@ -131,7 +131,7 @@ def test_every_rank_refuses_with_the_same_line(folder: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    lines = run_ranks(lambda rank, world: refusal(folder / "step-000002"), 2)
+    lines = run_ranks(lambda rank, world: error_of(folder / "step-000002"), 2)
     assert lines[0] == lines[1] and f"{FILES[1]}: is corrupt" in lines[0]
 
 
@@ -139,7 +139,7 @@ def test_a_stray_tensor_file_is_refused(folder: Path) -> None:
     """It would be read as part of the checkpoint."""
     path = folder / "step-000002"
     shutil.copyfile(path / FILES[0], path / "shard-00003-model-00001-of-00001.safetensors")
-    assert "shard-00003-model-00001-of-00001.safetensors: is not in manifest.json" in refusal(path)
+    assert "shard-00003-model-00001-of-00001.safetensors: is not in manifest.json" in error_of(path)
 
 
 def rewrite(path: Path, **changes: object) -> None:
@@ -150,12 +150,12 @@ def rewrite(path: Path, **changes: object) -> None:
 
 def test_another_format_version(folder: Path) -> None:
     rewrite(folder / "step-000002", version=2)
-    assert "has format version 2, this megacpp reads 1" in refusal(folder / "step-000002")
+    assert "has format version 2, this megacpp reads 1" in error_of(folder / "step-000002")
 
 
 def test_exported_weights_are_no_checkpoint(folder: Path) -> None:
     rewrite(folder / "step-000002", kind="export")
-    assert "is of the kind 'export', not 'checkpoint'" in refusal(folder / "step-000002")
+    assert "is of the kind 'export', not 'checkpoint'" in error_of(folder / "step-000002")
 
 
 @pytest.mark.parametrize("name", ["../step-000001/extra.json", "/etc/hostname", "a/b", ".."])
@@ -163,7 +163,7 @@ def test_a_manifest_may_not_name_files_elsewhere(folder: Path, name: str) -> Non
     path = folder / "step-000002"
     old = manifests.read_manifest(path, "checkpoint")
     rewrite(path, files={**old.files, name: manifests.FileEntry(0, "")})
-    assert f"names the file {name!r} outside of its folder" in refusal(path)
+    assert f"names the file {name!r} outside of its folder" in error_of(path)
 
 
 @pytest.mark.parametrize(
@@ -171,21 +171,21 @@ def test_a_manifest_may_not_name_files_elsewhere(folder: Path, name: str) -> Non
 )
 def test_a_manifest_of_anything_else(folder: Path, text: str) -> None:
     (folder / "step-000002" / "manifest.json").write_text(text)
-    assert "manifest.json: is " in refusal(folder / "step-000002")
+    assert "manifest.json: is " in error_of(folder / "step-000002")
 
 
 def test_missing_and_unfinished_checkpoints(folder: Path) -> None:
-    assert "step-000007: no such folder" in refusal(folder / "step-000007")
+    assert "step-000007: no such folder" in error_of(folder / "step-000007")
     (folder / "step-000002").rename(folder / "step-000002.tmp")
     (folder / "step-000002.tmp" / "manifest.json").unlink()
-    assert "has no manifest.json, so it is unfinished" in refusal(folder / "step-000002.tmp")
+    assert "has no manifest.json, so it is unfinished" in error_of(folder / "step-000002.tmp")
     assert latest_checkpoint(folder) == folder / "step-000001"
 
 
 def test_advice_without_another_checkpoint(folder: Path) -> None:
     shutil.rmtree(folder / "step-000001")
     deleted(folder / "step-000002" / "extra.json")
-    assert "--checkpoint.resume never" in refusal(folder / "step-000002")
+    assert "--checkpoint.resume never" in error_of(folder / "step-000002")
 
 
 def test_the_manifest_can_be_checked_by_hand(folder: Path) -> None:
