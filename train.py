@@ -99,7 +99,6 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         state.advance(status.healthy, good=status.healthy and status.clean)
         read = {"tokens": sums.tokens, "grad_accum": grad_accum}
         records.end(step, status, **read, lr=lr, rates=rates, figures=logits)
-
         if records.must_go_back(step):
             records.go_back()
             scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)

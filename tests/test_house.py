@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -306,3 +307,16 @@ def test_the_room_of_a_file_reaches_no_composer() -> None:
     composers = {"train.py", "megacpp/cli"}
     reach.pop("megacpp/lessons")  # composes, as they do
     assert not {room for room, below in reach.items() if below & composers}
+
+
+def test_every_folder_says_what_it_may_import_and_where_to_start() -> None:
+    found = [path for room in ("megacpp", *ROOMS) for path in (ROOT / room).rglob("__init__.py")]
+    assert len(found) > 40
+    for path in found:
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert "\nMay import: " in text, path
+        start = text.partition("\nStart reading: ")[2]
+        files = re.findall(r"[\w./]+\.(?:py|md)", start)
+        assert files, path
+        for name in files:
+            assert (path.parent / name).exists() or (ROOT / name).exists(), f"{path}: {name}"

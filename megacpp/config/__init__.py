@@ -1,4 +1,5 @@
 """Configuration of a run: schema, presets, command line, files, and checks.
 
-May import: megacpp/ without torch. Start reading: schema.py, then presets.py.
+May import: megacpp/ without torch.
+Start reading: schema.py, then presets.py.
 """

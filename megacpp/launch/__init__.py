@@ -1,4 +1,5 @@
 """Launch of a run: launcher, memory gate, auto-fit, trial steps, header, launch record.
 
-May import: megacpp/ below cli/. Start reading: start.py, then gate.py.
+May import: megacpp/ below cli/.
+Start reading: start.py, then gate.py.
 """

@@ -1,4 +1,5 @@
 """HTML page about one run, or about several runs compared.
 
-`data.py` reads a run folder, `page.py` and `compare.py` write HTML. No file here imports torch.
+May import: config, data, launch, memory, model, run, speed; no file here imports torch.
+Start reading: data.py (what is read of a run folder), then page.py and compare.py (HTML).
 """

@@ -1,4 +1,5 @@
 """Run in progress: metrics, evaluation, sampling, health, goodput, failure, preemption.
 
-May import: megacpp/ below cli/. Start reading: records.py, then metrics.py.
+May import: megacpp/ below cli/.
+Start reading: records.py, then metrics.py.
 """
