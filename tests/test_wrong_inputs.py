@@ -215,7 +215,11 @@ WRONG: list[tuple[str, str, str]] = [
     ("tiny --model.moe.num-experts 1000000007", "model.moe.num_experts=1", "at most 65536"),
     ("tiny --model.vocab-size 2147483648", "model.vocab_size=2147483648", "at most"),
     ("tiny --model.mhc.streams 17", "model.mhc.streams=17", "at most 16"),
-    ("tiny --model.mhc.streams 2 --model.mhc.iterations 101", "model.mhc.iterations=101", "most 100"),
+    (
+        "tiny --model.mhc.streams 2 --model.mhc.iterations 101",
+        "model.mhc.iterations=101",
+        "most 100",
+    ),
     ("tiny --model.ngram.table-size 2147483649", "model.ngram.table_size=2147483649", "at most"),
     (
         "tiny --model.moe.hidden-dim 16777216 --model.moe.num-experts 65536",
