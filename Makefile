@@ -57,7 +57,7 @@ test: $(VENV)/.test  ## the whole CPU test suite (TORCH=2.15.0: that torch; CPU=
 check: $(VENV)/.test  ## the fast part of the suite, each room touched: about 90 seconds on two idle cores
 	$(RUN) $(HIDE) $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/,$(CHECK))
 
-torture: $(VENV)/.test  ## attack runs for half an hour, and write the table R1-R25 (docs/torture.md)
+torture: $(VENV)/.test  ## attack runs for about two hours, and write the table R1-R25 (docs/torture.md)
 	$(RUN) $(HIDE) $(BIN)/python -m tests.torture --write docs/torture.md
 
 mutants: $(VENV)/.test  ## plant faults in a copy of the core, one at a time: which do the tests find? (hours; goes on where it was)

@@ -1,4 +1,4 @@
-"""Attack runs for half an hour and print the table R1-R25: `make torture`.
+"""Attack runs and print the table R1-R25: `make torture`.
 
 python -m tests.torture [--only R17 R18] [--minutes 30] [--write docs/torture.md]
 
