@@ -151,7 +151,7 @@ def test_some_stay_for_ever(tmp_path: Path) -> None:
 
 
 def test_steps_order_checkpoints_whatever_a_clock_says(tmp_path: Path) -> None:
-    """As where the clock of a node that took over is days behind."""
+    """Folders' dates order nothing: the clock of a node that takes over may be days behind."""
     for step in range(1, 4):
         saved = save(tmp_path, step, keep=0)
         os.utime(saved, (10**9 - 10**5 * step,) * 2)

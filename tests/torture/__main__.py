@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import os
-import random
 import re
 import shutil
 import signal
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -32,9 +31,9 @@ from megacpp.state.files import read_parsed
 from tests.figures import figures
 from tests.launch import ROOT
 from tests.ranks import children
-from tests.test_run import ADAMW, SMALL
 from tests.torture.disks import FAULTS, STEPS, attack, disk, problems, rows_of, weights
 from tests.torture.killing import alive, cost_of_kills, kills_between, nodes
+from tests.torture.yard import Yard
 
 ATTACK = str(ROOT / "tests/torture/attack.py")
 LIMIT_S = 6
@@ -76,62 +75,6 @@ TESTS = {
     "R22": ("retention", "state/test_sound.py state/test_crash.py"),
     "R23": ("export and back", "interop/test_export.py"),
 }
-
-
-class Yard:
-    """Folder and corpus of the attacks.
-
-    Args:
-        folder: empty folder.
-        seed: of random attacks.
-        minutes: time for all of them.
-    """
-
-    def __init__(self, folder: Path, seed: int, minutes: float) -> None:
-        self.folder, self.rng, self.minutes = folder, random.Random(seed), minutes
-        self.env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        source = folder / "texts.jsonl"
-        texts = [
-            "".join(f"int f{i}_{j}(int a) {{ return a + {j}; }}\n" for j in range(9))
-            for i in range(300)
-        ]
-        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        out = ["--out", str(folder / "corpus"), "--vocab-size", "400"]
-        self.call("-m", "megacpp", "data", "prepare", str(source), *out)
-
-    def call(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run Python in the checkout, to its end."""
-        return subprocess.run(
-            [sys.executable, *words], cwd=ROOT, env=self.env, text=True, capture_output=True
-        )
-
-    def flags(self, name: str, *more: str, small: Sequence[str] = (*SMALL, *ADAMW)) -> list[str]:
-        """Return the flags of a small run, or one of another size, in a folder of its own."""
-        own = ["--data.path", str(self.folder / "corpus"), "--run.dir", str(self.folder / name)]
-        own += [
-            "--train.device-batch-size",
-            "1",
-            "--memory.calibration=",
-            "--run.tensorboard=false",
-        ]
-        return ["tiny", *small, *own, *more]
-
-    def start(
-        self, ranks: int, script: str, *words: str, restarts: int = 0
-    ) -> subprocess.Popen[bytes]:
-        """Start a command under torchrun; nobody reads what it prints."""
-        return subprocess.Popen(
-            self.under(ranks, script, *words, restarts=restarts),
-            cwd=ROOT,
-            env=self.env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-    def under(self, ranks: int, script: str, *words: str, restarts: int = 0) -> list[str]:
-        """Return a command under torchrun."""
-        agent = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        return [sys.executable, *agent, f"--max-restarts={restarts}", script, *words]
 
 
 def hangs(yard: Yard) -> str:

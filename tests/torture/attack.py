@@ -52,7 +52,8 @@ def deadlock() -> None:
     import ctypes
 
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-    libc.pthread_mutex_lock(mutex), libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
 
 
 def loop() -> None:
