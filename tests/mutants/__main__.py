@@ -63,7 +63,8 @@ class Court:
     def judge(self, fault: Fault) -> dict[str, Any]:
         """Return the verdict on a fault, and keep it."""
         unsound = {test.split("::")[0] for test, passes in self.sound.items() if not passes}
-        files = [f for f in self.choice.files(fault.file) if f not in unsound]
+        line = fault.line(self.text(fault))
+        files = [f for f in self.choice.files(fault.file, line) if f not in unsound]
         began, verdict, spent_s = time.monotonic(), None, 0.0
         once = [found_before()[name] for name in [named(fault)] if name in found_before()]
         for tests in (once, files[:1], files[1:]):  # the others aren't even imported for most
@@ -162,7 +163,7 @@ def main() -> int:
     say("--only", nargs="+", default=["*"], metavar="PATTERN", help="faults: FILE:LINE NAME fits")
     say("--seed", type=int, default=None, help="of the generated faults (a new one each day)")
     say("--generated", type=int, default=None, metavar="N", help="faults by seed (half the list)")
-    say("--time", type=float, default=90.0, metavar="S", help="CPU seconds for a fault (90)")
+    say("--time", type=float, default=150.0, metavar="S", help="CPU seconds for a fault (150)")
     say("--again", action="store_true", help="judge those again that weren't killed")
     say("--fresh", action="store_true", help="forget earlier verdicts")
     say("--record", action="store_true", help=f"write {FOUND_BY.name}: what to run first")
@@ -184,7 +185,8 @@ def main() -> int:
     )
     if given.list:
         for word, fault in pairs:
-            print(word, *court.choice.files(fault.file), sep="\n    ")
+            line = fault.line(court.text(fault))
+            print(word, *court.choice.files(fault.file, line), sep="\n    ")
         return 0
     rows = judged(court, pairs, given.again)
     (given.out / "table.md").write_text(table(rows) + "\n")

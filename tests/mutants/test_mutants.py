@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import judge
-from tests.mutants.choose import FIRST, FileChoice
+from tests.mutants.choose import FIRST, FileChoice, around
 from tests.mutants.faults import LIST, Fault, found, listed
 from tests.mutants.generate import LEFT_OUT, ROOMS, faults, generated
 from tests.mutants.judge import PlantedTree
@@ -103,8 +103,19 @@ def test_tests_are_chosen_by_what_they_import_the_cheapest_first(tmp_path: Path)
     chosen = choice.files("optim/clip.py")
     importers = ["tests/optim/test_b.py", "tests/optim/test_a.py"]
     assert chosen == ["tests/optim/test_clip.py", *FIRST["optim/"].split(), *importers]
+    (tmp_path / "tests/optim/test_d.py").write_text("import x\nx.Clip()")
+    (tmp_path / "optim/clip.py").write_text("class Clip:\n    def _norm(self):\n        x = 1\n")
+    assert FileChoice(tmp_path, {}).files("optim/clip.py", 3)[1] == "tests/optim/test_d.py"
     for prefix, files in FIRST.items():
         assert (ROOT / prefix).exists() and all((ROOT / file).exists() for file in files.split())
+
+
+def test_names_around_a_line_are_those_that_a_test_can_use() -> None:
+    """A private function stands for its users."""
+    text = (ROOT / "tests/mutants/choose.py").read_text()
+    line = 1 + text[: text.index('name = f"test_{Path(changed).stem}.py"')].count("\n")
+    assert around(text, line) == {"files", "FileChoice"}
+    assert around(text, 1) == set()
 
 
 def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
