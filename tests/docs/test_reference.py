@@ -39,7 +39,7 @@ def test_what_chapters_import_has_a_row() -> None:
     page = reference.functions_page()
     assert page.count("\n| [`") > 150 and "`Config`" not in page and "lessons.ranks" not in page
     row = next(line for line in page.splitlines() if line.startswith("| [`clip_gradients`]"))
-    assert "(../../optim/clip.py)`(" in row and row.endswith("[19](../19-accumulation.md) |")
+    assert "(../../optim/clip.py)`(" in row and row.endswith("[46](../46-one-nan.md) |")
 
 
 def row_of(file: str) -> list[str]:
