@@ -9,6 +9,7 @@ from bench.pictures import (
     architecture,
     continued,
     dispatch,
+    features,
     measured,
     memory,
     meshes,
@@ -39,4 +40,8 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "tiny-loss": measured.tiny_loss,
     "activation-pareto": measured.activation_pareto,
     "published": measured.published_steps,
+    "chosen-keys": features.chosen_keys,
+    "further-tokens": features.tokens_further_ahead,
+    "token-order": features.order_of_words,
+    "hashed-rows": features.hashed_rows,
 }
