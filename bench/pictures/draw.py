@@ -8,6 +8,7 @@ from pathlib import Path
 from bench.pictures import (
     architecture,
     continued,
+    corpora,
     dispatch,
     features,
     measured,
@@ -44,4 +45,11 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "further-tokens": features.tokens_further_ahead,
     "token-order": features.order_of_words,
     "hashed-rows": features.hashed_rows,
+    "memory-gate": features.memory_gates,
+    "four-streams": features.four_streams,
+    "ablation": features.ablation_intervals,
+    "mixture": corpora.rows_of_a_mixture,
+    "conversations": corpora.rows_of_conversations,
+    "leaving-rows": corpora.rows_that_leave,
+    "right-answers": corpora.right_answers,
 }

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import torch
 
+from bench.ablate import BASE, lines_of
+from bench.pictures.charts import Axes
 from bench.pictures.svg import Drawing
+from bench.reference import ROOT
+from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
+from megacpp.blocks.hyper_connections.module import HyperConnection
 from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.blocks.ngram.hashing import PAD, hashed_orders, odd_multipliers
+from megacpp.kernels.memory_gate import memory_gate
 from megacpp.kernels.sparse_attention.indexer import choose_keys
 from megacpp.kernels.token_order import TokensAhead
 from megacpp.lessons.models import small
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.init import initialise
 
 WORDS = "the cat saw the dog".split()
 PRIMES = ((11, 13), (17, 19))  # rows of the tables of orders 2 and 3
@@ -134,4 +142,85 @@ def hashed_rows() -> Drawing:
                 words = f"row {row}" if readers else ""
                 drawing.rect(x, top + row * cell, 120, cell - 2, kind, words)
             column += 1
+    return drawing
+
+
+def memory_gates() -> Drawing:
+    """Draw how far Engram's gate opens, over the cosine of a looked-up key and the stream."""
+    drawing = Drawing(620, "Gate of a looked-up row, by how much its key resembles the stream")
+    axes = Axes(drawing, 60.0, 62.0, 530.0, 250.0, (-1, 1), (0, 1))
+    axes.frame((-1, -0.5, 0, 0.5, 1), (0, 0.25, 0.5, 0.75, 1),
+               ("cosine of the key and the stream", "gate"))  # fmt: skip
+    widths = {64: "s0", 1024: "s1"}
+    drawing.legend(60, 12, [(kind, f"D = {width}") for width, kind in widths.items()])
+    cosines = torch.linspace(-1, 1, 257, dtype=torch.float64)
+    for width, kind in widths.items():
+        x_D, other_D = torch.zeros(2, width, dtype=torch.float64)
+        x_D[0::2], other_D[1::2] = 1.0, 1.0
+        key_TD = cosines[:, None] * x_D + (1 - cosines**2).sqrt()[:, None] * other_D
+        one_TD, weight_1D = torch.ones_like(key_TD), torch.ones(1, width, dtype=torch.float64)
+        x_T1D = x_D.expand(len(cosines), 1, width)
+        gates = memory_gate(key_TD[:, None], one_TD, x_T1D, weight_1D, weight_1D)[:, 0, 0]
+        axes.line(zip(cosines.tolist(), gates.tolist(), strict=True), kind)
+        at = int((cosines - width**-0.5).abs().argmin())
+        axes.dot(float(cosines[at]), float(gates[at]), 0 if width == 64 else 1)
+    drawing.text(
+        60,
+        368,
+        "Squares: a cosine of 1 / sqrt(D), usual for a key that has nothing to do with the stream.",
+        "note",
+    )
+    return drawing
+
+
+def four_streams() -> Drawing:
+    """Draw what the first two layers of a model read of four streams, and leave in them."""
+    mhc = HyperConnectionConfig(streams=4)
+    model = HybridLM(replace(small("AF"), mhc=mhc)).double()
+    initialise(model, model.init_rules(), seed=0)
+    drawing = Drawing(760, "What two layers read of four streams, and what they leave in them")
+    layers = [part for part in model.modules() if isinstance(part, HyperConnection)]
+    for number, layer in enumerate(layers[:2]):
+        left, top = 16.0 + number * 376, 50.0
+        u_D, post_n, res_nn = layer.read(torch.eye(4, layer.config.dim).double())
+        drawing.text(left, 22, f"layer {number}", "head")
+        drawing.text(left + 62, 40, "reads", "note")
+        drawing.text(left + 196, 40, "writes, and mixes", "note")
+        drawing.rect(left + 108, top, 70, 4 * 34 - 6, 8, "mixer")
+        for i in range(4):
+            y = top + i * 34
+            drawing.rect(left, y, 56, 28, i, f"stream {i}")
+            drawing.text(left + 64, y + 19, f"{u_D[i].item():.2f}")
+            drawing.text(left + 186, y + 19, f"{post_n[i].item():.2f}")
+            for j in range(4):
+                share = res_nn[i, j].item()
+                drawing.rect(left + 224 + j * 34, y, 32, 28, j if share > 0.5 else "off",
+                             f"{share:.2f}" if share > 0.5 else "")  # fmt: skip
+    return drawing
+
+
+def ablation_intervals() -> Drawing:
+    """Draw the change in bits per byte by each feature, with its 95 % interval."""
+    record = json.loads((ROOT / "docs/ablation.json").read_text())
+    lines = [line for line in lines_of(record) if line.variant != BASE]
+    ends = [
+        x for n in lines for x in (n.difference - (n.within or 0), n.difference + (n.within or 0))
+    ]
+    low, high = min(ends) - 0.005, max(ends) + 0.005
+    drawing = Drawing(760, "Change in bits per byte by each feature, with a 95 % interval")
+    axes = Axes(drawing, 110.0, 50.0, 500.0, 26.0 * len(lines), (low, high), (len(lines), 0))
+    kinds = {"better": 3, "worse": 1, "within noise": 8}
+    drawing.legend(110, 12, [(fill, name) for name, fill in kinds.items()])
+    axes.line([(0, 0), (0, len(lines))], "line")
+    for i, line in enumerate(lines):
+        fill, within = kinds[line.verdict], line.within or 0
+        x, y = axes.at(line.difference - within, i + 0.5)
+        drawing.text(14, y + 4, line.variant, "head")
+        drawing.rect(x, y - 4, axes.at(line.difference + within, 0)[0] - x, 8, fill)
+        axes.dot(line.difference, i + 0.5, "edge", 6)
+        drawing.text(624, y + 4, f"{line.difference:+.3f} ± {within:.3f}", "note")
+    bottom = axes.top + axes.high
+    drawing.text(axes.at(0, 0)[0] - 32, bottom + 18, "the base", "note")
+    drawing.text(axes.left, bottom + 18, "fewer bits", "note")
+    drawing.text(axes.left + axes.wide, bottom + 18, "more bits", "note", end=True)
     return drawing
