@@ -11,6 +11,7 @@ from bench.pictures import (
     corpora,
     dispatch,
     features,
+    first_steps,
     measured,
     memory,
     meshes,
@@ -24,6 +25,10 @@ from bench.pictures.svg import Drawing
 FOLDER = Path(__file__).parents[2] / "docs/pictures"
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "the-run": architecture.the_run,
+    "step-stages": first_steps.stages_of_a_step,
+    "settings": first_steps.settings_by_layer,
+    "first-weights": first_steps.weights_on_ranks,
+    "rows": first_steps.row_of_a_step,
     "rooms": rooms.picture_of_rooms,
     "foldings": meshes.foldings,
     "placements": meshes.placements,
