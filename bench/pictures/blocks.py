@@ -80,7 +80,7 @@ class Heights(LiveBytes):
         super().__init__()
         self.seen = [0]
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN201
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.seen.append(self.now)
         return out
@@ -118,7 +118,8 @@ def memory_of_the_head() -> Drawing:
         drawing.path([(x, top + high), (x + wide, top + high)], "line")
         at = x + middle * wide / len(seen)
         drawing.path([(at, top), (at, top + high + 6)], "line")
-        drawing.text(at + 4, top + 10, "backward", "note")
+        room = at + 60 < x + wide
+        drawing.text(at + (4 if room else -4), top - 4, "backward", "note", end=not room)
     drawing.text(left, top + high + 22, "Left to right: one operator after the other.", "note")
     return drawing
 
@@ -134,7 +135,7 @@ class Tokens(TorchDispatchMode):
         super().__init__()
         self.seen: list[int] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN201
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.tanh_.default:
             self.seen.append(round(float(args[0].flatten()[0]) * 1000))
         return func(*args, **(kwargs or {}))

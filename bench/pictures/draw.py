@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bench.pictures import (
     architecture,
+    blocks,
     continued,
     corpora,
     dispatch,
@@ -29,6 +30,9 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "settings": first_steps.settings_by_layer,
     "first-weights": first_steps.weights_on_ranks,
     "rows": first_steps.row_of_a_step,
+    "attention": blocks.attention_reads_and_keeps,
+    "chunks": blocks.tokens_of_m2rnn,
+    "head-memory": blocks.memory_of_the_head,
     "rooms": rooms.picture_of_rooms,
     "foldings": meshes.foldings,
     "placements": meshes.placements,
