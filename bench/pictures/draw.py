@@ -18,6 +18,7 @@ from bench.pictures import (
     meshes,
     planning,
     rooms,
+    running,
     schedules,
     sharding,
 )
@@ -61,4 +62,9 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "conversations": corpora.rows_of_conversations,
     "leaving-rows": corpora.rows_that_leave,
     "right-answers": corpora.right_answers,
+    "run-seconds": running.seconds_of_a_run,
+    "backends": running.backends_of_hosts,
+    "roofs": running.products_under_roofs,
+    "decoding-states": running.decoding_states,
+    "hang": running.waits_of_a_hang,
 }
