@@ -57,6 +57,16 @@ def test_by_hand() -> None:
     assert clip_gradients(model, 0.0).item() == pytest.approx(0.3, rel=1e-6)  # only measured
 
 
+@pytest.mark.parametrize(("max_norm", "factor"), [(0.0, 1.0), (100.0, 1.0), (2.5, 0.5)])
+def test_the_loss_scale_is_divided_out_clipped_or_not(max_norm: float, factor: float) -> None:
+    """Gradients of norm 5 of a loss times 1024."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2))])
+    model[0].grad = 1024 * torch.tensor([3.0, 4.0])
+    assert clip_gradients(model, max_norm, loss_scale=1024.0).item() == 5.0
+    want = factor * torch.tensor([3.0, 4.0])
+    assert torch.allclose(grads(model)[0], want, rtol=1e-6, atol=0)
+
+
 def test_mixed_dtypes_and_no_gradients() -> None:
     model = module(dtypes=(torch.float32, torch.float64, torch.bfloat16))
     want = torch.cat([g.double().flatten() for g in grads(model)]).norm().item()

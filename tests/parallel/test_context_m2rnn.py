@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -15,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megacpp.blocks.m2rnn.config import M2RNNConfig
+from megacpp.blocks.m2rnn.descriptor import heads_exchanged
 from megacpp.blocks.m2rnn.module import M2RNN
 from megacpp.blocks.m2rnn.scan import M2RNNScan
-from megacpp.config.schema import ModelConfig
+from megacpp.config.schema import MeshConfig, ModelConfig
 from megacpp.kernels.m2rnn.backends import m2rnn_carried
 from megacpp.kernels.m2rnn.chunks import StateClip
 from megacpp.kernels.m2rnn.reference import m2rnn_sequential
@@ -35,9 +37,12 @@ from megacpp.lessons.context import (
     whole,
 )
 from megacpp.model.documents import Documents
+from megacpp.model.hybrid import HybridLM
+from parallel.apply import context_plan
 from parallel.context.layout import ContextLayout, Order
 from parallel.context.scan import ContextScan, heads_if_divisible
 from tests.collectives import Collective
+from tests.model.small import small
 from tests.ranks import run_ranks
 
 DIM = 12
@@ -294,3 +299,17 @@ def test_auto_takes_heads_where_they_divide() -> None:
         ("heads", 8, "heads"),
     ):
         assert heads_if_divisible(wanted, 132, degree) == kind
+
+
+def test_heads_are_divided_by_tp_before_cp() -> None:
+    """As many context ranks as heads can't share those that tp leaves to a rank."""
+    config = small("R")
+    config = replace(config, m2rnn=replace(config.m2rnn, num_heads=4))
+    with torch.device("meta"):
+        model = HybridLM(config)
+    cp, kinds = heads_exchanged(config)[1], []
+    for tp in (1, 2):
+        layout = ContextLayout.for_rank("contiguous", 0, cp)
+        styles = context_plan(model, MeshConfig(tp=tp, cp=cp, cp_m2rnn="auto"), layout).values()
+        kinds += [style.kind for style in styles if isinstance(style, ContextScan)]
+    assert kinds == ["heads", "serial"]

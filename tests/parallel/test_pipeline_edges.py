@@ -69,6 +69,34 @@ def test_ranks_share_the_model_without_a_gap(schedule: Schedule, tied: bool) -> 
     assert seen == values.keys()
 
 
+def test_another_number_of_microbatches_makes_another_schedule() -> None:
+    """Losses of four microbatches are those of the first two and of the last two."""
+    case = Case(2, "1f1b", 4)
+
+    def body(rank: int, _world: int) -> list[float]:
+        world = join(case.mesh, CPU)
+        pipeline = Pipeline(build(case, world)[1], world, config_of(case))
+        every = batches_of(0, case)
+        shares = every, every[:2], every[2:]
+        sums = [pipeline.accumulate(b, torch.ones(len(b)).double())[0].item() for b in shares]
+        return sums
+
+    first, last = run_ranks(body, case.world)
+    assert first == last and abs(first[0] - first[1] - first[2]) < 1e-12 * first[0]
+
+
+def test_a_step_begins_without_what_one_that_failed_left() -> None:
+    case = Case(2, "1f1b", 4)
+    config = config_of(case)
+    with torch.device("meta"):
+        model = HybridLM(config.model)
+    (stage,) = make_stages(model, stage_parts(config.model, config.mesh, 0))
+    stage.taken.append(torch.zeros(1))
+    stage.handed.append(torch.zeros(1))
+    stage.expect([])
+    assert not stage.taken and not stage.handed
+
+
 # ---- when something is wrong --------------------------------------------------------------------
 
 

@@ -16,12 +16,21 @@ from torch import Tensor
 
 from checkpointing.apply import ActivationCheckpointing
 from megacpp.blocks.dense.config import MLPConfig
-from megacpp.config.schema import Config, DataConfig, OptimConfig, RunConfig, TrainConfig
+from megacpp.config.schema import (
+    Config,
+    DataConfig,
+    OptimConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megacpp.data.batches import Batch
+from megacpp.kernels.backend import Kernels
+from megacpp.model.hybrid import HybridLM
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
-from parallel.build import build_model
+from parallel.build import autocast_dtype, build_model
 from parallel.mesh import World
 from tests.checkpointing.fp8_cases import changed
 from tests.differences import largest
@@ -100,6 +109,27 @@ def test_gradients_differ_by_roundings_and_nothing_else() -> None:
         assert largest(wrong[dtype]) <= 9 * 2.0**-bits
     ratios = [a / b for a, b in zip(wrong["bf16"], wrong["fp16"], strict=True)]
     assert 6 <= statistics.median(ratios) <= 11
+
+
+def test_operations_are_cast_by_autocast_where_no_fsdp_does() -> None:
+    config = Config(precision=PrecisionConfig("bf16"))
+    alone, of_two = World(0, 1, CPU), World(0, 2, CPU, {"world": None})  # type: ignore[dict-item]
+    assert autocast_dtype(config, alone) == torch.bfloat16
+    assert autocast_dtype(config, of_two) is None
+    assert autocast_dtype(Config(precision=PrecisionConfig("fp32")), alone) is None
+
+
+def test_a_model_has_its_kernels_when_it_is_prepared() -> None:
+    """What is compiled then depends on them."""
+    config = changed(config_of("A"), kernels={"attention": "reference"})
+    seen: set[str] = set()
+
+    def prepare(model: HybridLM) -> None:
+        found = (getattr(module, "kernels", None) for module in model.modules())
+        seen.update(kernels.attention for kernels in found if isinstance(kernels, Kernels))
+
+    build_model(config, World(0, 1, CPU), prepare)
+    assert seen == {"reference"}
 
 
 def test_fp16_finds_its_loss_scale() -> None:

@@ -7,11 +7,16 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import Config, RunConfig
+from megacpp.model.hybrid import HybridLM
 from megacpp.run.expert_load import ExpertLoad, LoadWatch, load_figures
 from megacpp.run.metrics import MetricsLog, StepRecord
+from parallel.expert.load import LoadTable
+from tests.model.small import small
 
 EVEN, ONE = ExpertLoad(1, (10, 10, 10, 10)), ExpertLoad(4, (40, 0, 0, 0), 0.25, 0.003)
 
@@ -64,3 +69,18 @@ def test_figures_by_layer_are_stored(tmp_path: Path) -> None:
     scalars = {name: board.Scalars(name)[0].value for name in board.Tags()["scalars"]}
     assert scalars["train/load_max_over_mean/layer_4"] == 4.0
     assert scalars["train/bias_range/layer_4"] == pytest.approx(0.003)
+
+
+def test_the_table_of_two_ranks_has_the_loads_of_their_layers() -> None:
+    """Counts of replicas are summed; a bias, the same on both, keeps its range."""
+    config = small("EAFE")
+    model = HybridLM(config)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for layer, router in zip((0, 3), routers, strict=True):
+        router.tokens_per_expert.fill_(layer + 1)
+        router.expert_bias.zero_()[0] = 0.5 * (layer + 1)
+    table = LoadTable(model, config, ranks=2)
+    first, last = table.read((2 * table.numbers(torch.device("cpu"))).tolist())
+    experts = config.moe.num_experts
+    assert (first.layer, first.counts, first.bias_range) == (0, (2,) * experts, 0.5)
+    assert (last.layer, last.counts, last.bias_range) == (3, (8,) * experts, 2.0)
