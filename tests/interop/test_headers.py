@@ -99,6 +99,14 @@ def test_pieces_of_different_dims_are_refused(tmp_path: Path) -> None:
     assert "b.safetensors: can't be read (the pieces of w have different numbers of dims)" in said
 
 
+@pytest.mark.parametrize("offset", [1.5, -1, True, "0", None])
+def test_offsets_of_pieces_are_whole_numbers(tmp_path: Path, offset: object) -> None:
+    saved = json.dumps({"w": {"saved_offsets": [0, offset]}})
+    save_file({"w": torch.ones(3, 4)}, tmp_path / "a.safetensors", {OFFSETS: saved})
+    said = one_line(lambda: StoredTensors(tmp_path, ["a.safetensors"]))
+    assert "a.safetensors: can't be read" in said and "is no whole number from 0" in said
+
+
 def huge(content: bytes) -> bytes:
     return HUGE.to_bytes(8, "little") + content[8:]
 
