@@ -19,6 +19,7 @@ from bench.pictures import (
     planning,
     rooms,
     running,
+    saved,
     schedules,
     sharding,
 )
@@ -67,4 +68,5 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "roofs": running.products_under_roofs,
     "decoding-states": running.decoding_states,
     "hang": running.waits_of_a_hang,
+    "saved-pieces": saved.pieces_on_another_mesh,
 }
