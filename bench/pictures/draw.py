@@ -22,6 +22,7 @@ from bench.pictures import (
     saved,
     schedules,
     sharding,
+    states,
 )
 from bench.pictures.svg import Drawing
 
@@ -35,6 +36,9 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "attention": blocks.attention_reads_and_keeps,
     "chunks": blocks.tokens_of_m2rnn,
     "head-memory": blocks.memory_of_the_head,
+    "remembers": states.what_a_state_remembers,
+    "expert-loads": states.loads_of_experts,
+    "owners": states.owners_of_matrices,
     "rooms": rooms.picture_of_rooms,
     "foldings": meshes.foldings,
     "placements": meshes.placements,
