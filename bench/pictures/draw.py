@@ -39,6 +39,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "remembers": states.what_a_state_remembers,
     "expert-loads": states.loads_of_experts,
     "owners": states.owners_of_matrices,
+    "same-work": planning.same_work_more_bytes,
     "rooms": rooms.picture_of_rooms,
     "foldings": meshes.foldings,
     "placements": meshes.placements,
