@@ -232,6 +232,7 @@ def evaluate(model: HybridLM, pipeline: Pipeline, world: World, case: Case) -> l
     model.eval()
     batches = [ragged_batch([row], T) for row in HELD_OUT]
     found = pipeline.evaluate(batches)
+    assert all(isinstance(p, DTensor) == case.sharded for p in model.parameters()), "still gathered"
     assert not any(pipeline.evaluate([])), "every evaluation counts its own batches"
     model.train()
     return (world.sum(found, "loss") / case.shards).tolist()  # all rows on each

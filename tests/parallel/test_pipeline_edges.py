@@ -13,6 +13,7 @@ import torch.testing._internal.distributed.fake_pg  # the fake backend registers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
@@ -24,7 +25,7 @@ from megacpp.model.stages import (
     stage_parts,
     stages_per_rank,
 )
-from parallel.build import build_model
+from parallel.build import build_model, plan_model
 from parallel.mesh import World
 from parallel.pipeline import SCHEDULES as SCHEDULE_CLASSES
 from parallel.pipeline import Pipeline
@@ -67,6 +68,18 @@ def test_ranks_share_the_model_without_a_gap(schedule: Schedule, tied: bool) -> 
         own = {id(p) for stage in stages for p in stage.parameters()}
         assert own == {id(p) for p in model.parameters()}, "stages run what the rank holds"
     assert seen == values.keys()
+
+
+def test_a_tied_weight_is_one_parameter_of_a_planned_stage() -> None:
+    """Before it has memory as well: a dry run counts it once, and shards it."""
+    case = Case(2, "1f1b", 4, tied=True, shards=2)
+
+    def body(rank: int, _world: int) -> tuple[bool, bool]:
+        model = plan_model(config_of(case), join(case.mesh, CPU))
+        one = model.embed.weight is getattr(model, "head", model.embed).weight
+        return one, isinstance(model.embed.weight, DTensor)
+
+    assert run_ranks(body, case.world) == [(True, True)] * 4
 
 
 def test_another_number_of_microbatches_makes_another_schedule() -> None:
