@@ -50,6 +50,12 @@ def test_at_most_120_lines() -> None:
     assert len(README.splitlines()) <= 120
 
 
+def test_numbers_of_the_first_screen() -> None:
+    chapters = len(list((ROOT / "docs").glob("[0-9]*.md")))
+    lines = len((ROOT / "train.py").read_text().splitlines())
+    assert f"{chapters} chapters" in README and f"`train.py` is {lines} lines" in README
+
+
 @pytest.mark.parametrize(("command", "shown"), SHORT, ids=[c for c, _ in SHORT])
 def test_short_commands_print_what_is_shown(command: str, shown: str) -> None:
     words = command.split()
