@@ -124,7 +124,7 @@ def memory_of_the_head() -> Drawing:
     return drawing
 
 
-class Tokens(TorchDispatchMode):
+class TanhOrder(TorchDispatchMode):
     """Numbers of the tokens whose tanh is computed, in order.
 
     Attributes:
@@ -148,7 +148,7 @@ def tokens_of_m2rnn() -> Drawing:
     # With W = 0 the argument of the tanh is k v: here the number of its token.
     v = (torch.arange(T, dtype=torch.float64) / 1000).view(1, T, 1, 1).requires_grad_()
     w, f = torch.zeros(1, 1, 1, dtype=torch.float64), torch.full((1, T, 1), 0.5).double()
-    with Tokens() as tokens:
+    with TanhOrder() as tokens:
         out, _ = m2rnn_chunked(ones, ones, v, f, w, chunk_size=chunk)
         forward = len(tokens.seen)
         out.sum().backward()

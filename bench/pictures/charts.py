@@ -68,7 +68,14 @@ class Axes:
         self.drawing.path([self.at(*point) for point in points], kind)
 
     def dot(self, x: float, y: float, kind: int | str, size: float = 8) -> Point:
-        """Draw a square at a pair of values; return its place."""
+        """Draw a square at a pair of values; return its place.
+
+        Args:
+            x: horizontal value.
+            y: vertical value.
+            kind: number of a fill, or a class.
+            size: side of the square in pixels.
+        """
         to_x, to_y = self.at(x, y)
         self.drawing.rect(to_x - size / 2, to_y - size / 2, size, size, kind)
         return to_x, to_y

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -56,8 +58,10 @@ def groups_of_experts() -> Drawing:
     drawing = Drawing(660, "Anywhere, six experts lie on all four machines; in groups, on two.")
     tokens, group = 10, EXPERTS // 4
     for row, bound in enumerate((False, True)):
-        more = {"num_groups": 4, "top_k_groups": 2} if bound else {}
-        chosen_TK = choices(MoEConfig(num_experts=EXPERTS, top_k=6, hidden_dim=8, **more), tokens)
+        moe = MoEConfig(num_experts=EXPERTS, top_k=6, hidden_dim=8)
+        if bound:
+            moe = replace(moe, num_groups=4, top_k_groups=2)
+        chosen_TK = choices(moe, tokens)
         top = 46 + row * (tokens * CELL + 46)
         drawing.text(14, top - 22, "in two of four groups" if bound else "anywhere", "head")
         drawing.text(560, top - 8, "machines", "note")
