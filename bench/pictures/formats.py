@@ -12,7 +12,7 @@ FROM, TO, DRAWS = -30, 20, 9973  # powers of two; numbers drawn in each octave
 
 
 def rounding_of_formats() -> Drawing:
-    """Return the largest relative error in each octave, by rounding numbers in it."""
+    """Draw the largest relative error in each octave, found by rounding numbers in it."""
     drawing = Drawing(660, "bf16 rounds alike everywhere; fp16 and e4m3 are finer or end early.")
     drawing.legend(60, 14, [(number, name) for number, name in enumerate(FORMATS)])
     axes = Axes(drawing, 60, 60, 560, 190, (2.0**FROM, 2.0**TO), (1e-4, 1.0), log=True)

@@ -31,7 +31,7 @@ def choices(moe: MoEConfig, tokens: int) -> Tensor:
 
 
 def null_experts() -> Drawing:
-    """How many experts each of 512 tokens has, with and without nulls."""
+    """Draw how many experts each of 512 tokens has, with and without nulls."""
     drawing = Drawing(660, "Without null experts each token has four; with them some have none.")
     tokens, left, high = 512, 60, 120
     for column, rho in enumerate((1.0, 0.5)):
@@ -54,8 +54,10 @@ def null_experts() -> Drawing:
 
 
 def groups_of_experts() -> Drawing:
-    """Which experts a few tokens choose, anywhere and in two of four groups."""
-    drawing = Drawing(660, "Anywhere, six experts lie on all four machines; in groups, on two.")
+    """Draw which experts ten tokens choose, anywhere and in two of four groups."""
+    drawing = Drawing(
+        660, "Six experts chosen anywhere lie on three or four machines, in two groups on two."
+    )
     tokens, group = 10, EXPERTS // 4
     for row, bound in enumerate((False, True)):
         moe = MoEConfig(num_experts=EXPERTS, top_k=6, hidden_dim=8)

@@ -302,7 +302,7 @@ def test_auto_takes_heads_where_they_divide() -> None:
 
 
 def test_heads_are_divided_by_tp_before_cp() -> None:
-    """As many context ranks as heads can't share those that tp leaves to a rank."""
+    """With tp 1 each of four context ranks takes one of four heads; with tp 2 a rank has two."""
     config = small("R")
     config = replace(config, m2rnn=replace(config.m2rnn, num_heads=4))
     with torch.device("meta"):

@@ -120,7 +120,7 @@ def test_operations_are_cast_by_autocast_where_no_fsdp_does() -> None:
 
 
 def test_a_model_has_its_kernels_when_it_is_prepared() -> None:
-    """What is compiled then depends on them."""
+    """`prepare` compiles blocks, and compiled code depends on their kernels."""
     config = changed(config_of("A"), kernels={"attention": "reference"})
     seen: set[str] = set()
 
