@@ -203,7 +203,7 @@ def _outcome(ends: Sequence[Mapping[str, Any]], folder: Path) -> Outcome:
         rank, end = min(bad, key=lambda one: (one[1]["code"] == PEER_LOST, one[0]))
         said = f"rank {rank}: {end['said'] or 'no message'} ({folder}/log-{rank}.txt)"
         kind = "unsound" if end["code"] == 5 else "failed"
-        return Outcome(kind, said, code=end["code"] if end["code"] > 0 else 1)
+        return Outcome(kind, said, code=max(end["code"], 1))
     rows = (folder / "metrics.jsonl").read_text().splitlines()
     return outcome_of([json.loads(row) for row in rows])
 

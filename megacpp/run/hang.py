@@ -208,7 +208,7 @@ class HangWatch:
     def _write(self, state: Mapping[str, Any]) -> None:
         """Write the state of this rank into the run folder."""
         path = self.folder / "failures" / f"hang-rank-{self.peers.rank}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         lines = [f"step {state['step']} (from 0), phase {state['phase']}"]
         lines += [f"waits in {json.dumps(wait)}" for wait in state["waits"]]
         lines += [f"collectives begun: {json.dumps(state['reached'])}", "", state["stack"]]

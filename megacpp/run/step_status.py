@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megacpp.run.expert_load import ExpertLoad
 
@@ -41,10 +41,10 @@ class StepStatus:
     healthy: bool
     auxiliary: dict[str, float]
     auxiliary_ratio: float | None
-    loads: tuple[ExpertLoad, ...] = ()
-    leaving: int = 0
-    loss_scale: float | None = None
-    loss_by_source: Mapping[str, float] = field(default_factory=dict)
+    loads: tuple[ExpertLoad, ...]
+    leaving: int
+    loss_scale: float | None
+    loss_by_source: Mapping[str, float]
     audit_s: float | None = None
     differs: str = ""
 

@@ -173,7 +173,7 @@ def main() -> int:
     faults = listed(ROOT)
     seed = int(time.time() // 86400) if given.seed is None else given.seed
     number = (len(faults) + 1) // 2 if given.generated is None else given.generated
-    faults += generated(ROOT, number, seed)
+    faults += generated(ROOT, number, seed, faults)
     if given.fresh:
         (given.out / "verdicts.json").unlink(missing_ok=True)
     court = Court(ROOT, given.out, given.time)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.mutants.faults import Fault, program
@@ -30,7 +30,17 @@ AXES = {
 # Calls whose arguments are words for people, of which no test compares each.
 WORDS = {"print", "say", "warn", "config_error", "region", "span", "join"}
 # Calls for which the order of arguments doesn't matter, or isn't one of values.
-UNORDERED = {"max", "min", "isinstance", "getattr", "setattr", "partial", "gcd", "cast"}
+UNORDERED = {
+    "max",
+    "min",
+    "isinstance",
+    "getattr",
+    "setattr",
+    "partial",
+    "gcd",
+    "cast",
+    "promote_types",
+}
 # Drawings and tables for people, and what only a GPU runs.
 LEFT_OUT = (
     "parallel/simulate/drawing.py",
@@ -41,9 +51,17 @@ LEFT_OUT = (
 )
 
 
-def generated(root: Path, count: int, seed: int) -> list[Fault]:
-    """Return random faults of the rooms, no two on one line; the same for a seed."""
+def generated(root: Path, count: int, seed: int, others: Sequence[Fault] = ()) -> list[Fault]:
+    """Return random faults of the rooms, no two on one line; the same for a seed.
+
+    Args:
+        root: the checkout.
+        count: number of faults.
+        seed: of the draw.
+        others: faults that aren't drawn again.
+    """
     rng, drawn = random.Random(seed), {}
+    listed = {program(f.planted((root / f.file).read_text())) for f in others}
     files = {room: _files(root, room) for room in ROOMS}
     places: dict[Path, dict[str, list[Fault]]] = {}
     while len(drawn) < count:
@@ -57,7 +75,8 @@ def generated(root: Path, count: int, seed: int) -> list[Fault]:
         if not places[path]:
             continue
         fault = rng.choice(places[path][rng.choice(sorted(places[path]))])
-        if _is_another_program(fault, text):
+        new = _other_program(fault, text)
+        if new is not None and new not in listed:
             drawn.setdefault((fault.file, fault.line(text)), fault)
     return list(drawn.values())
 
@@ -67,11 +86,13 @@ def _files(root: Path, room: str) -> list[Path]:
     return [path for path in paths if str(path.relative_to(root)) not in LEFT_OUT]
 
 
-def _is_another_program(fault: Fault, text: str) -> bool:
+def _other_program(fault: Fault, text: str) -> str | None:
+    """Return what the text says with the fault; None: nothing, or the same as without."""
     try:
-        return ast.dump(ast.parse(fault.planted(text))) != program(text)
+        new = program(fault.planted(text))
     except SyntaxError:
-        return False
+        return None
+    return None if new == program(text) else new
 
 
 def faults(file: str, text: str) -> Iterator[Fault]:

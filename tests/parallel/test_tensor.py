@@ -127,9 +127,13 @@ def test_moves_read_as_they_are_written() -> None:
     summed = Redistribute.parse("y[B, T, D]{tp} -> y[B, T_tp, D]")
     assert (gathered.kind, gathered.axis, gathered.dim) == ("gather", "tp", 1)
     assert (summed.kind, summed.axis, summed.dim) == ("scatter_sum", "tp", 1)
-    assert str(summed) == "y[B, T, D]{tp} -> y[B, T_tp, D]"
     turned = Redistribute.parse("v[B, T_tp, C] -> v[B, T, C_tp]")
     assert (turned.kind, turned.axis, turned.dim) == ("exchange", "tp", 1)
+    back = Redistribute.parse("v[B_cp, T, C_tp] -> v[B_cp, T_tp, C]")
+    assert (back.kind, back.axis, back.dim) == ("exchange", "tp", 2)
+    assert str(gathered) == "x[B, T_tp, D] -> x[B, T, D]"
+    assert str(summed) == "y[B, T, D]{tp} -> y[B, T_tp, D]"
+    assert str(back) == "v[B_cp, T, C_tp] -> v[B_cp, T_tp, C]"
     for wrong in (
         "x[B] -> x[B]",
         "x[B_tp, T] -> x[B_tp, T]",

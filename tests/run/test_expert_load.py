@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megacpp.blocks.experts.choices import columns, slots
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import Config, RunConfig
 from megacpp.model.hybrid import HybridLM
@@ -84,3 +86,13 @@ def test_the_table_of_two_ranks_has_the_loads_of_their_layers() -> None:
     experts = config.moe.num_experts
     assert (first.layer, first.counts, first.bias_range) == (0, (2,) * experts, 0.5)
     assert (last.layer, last.counts, last.bias_range) == (3, (8,) * experts, 2.0)
+
+
+def test_the_share_of_nulls_is_of_all_slots() -> None:
+    """Of 8 slots a token at most 4 are real: 3 tokens that chose 6 real ones left 18 of 24."""
+    config = small("E")
+    config = replace(config, moe=replace(config.moe, num_experts=4, top_k=4, null_rho=0.5))
+    table = LoadTable(HybridLM(config), config, ranks=1)
+    assert (columns(config.moe), slots(config.moe)) == (4, 8)
+    (load,) = table.read([6.0, 0.0, 0.0, 0.0, 3 * 4 - 6.0, 0.0])
+    assert load.nulls == 0.75

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from megacpp.config.arguments import parse_run
 from megacpp.run.failure import guarded, is_peer_failure, report, what_is_saved
+from megacpp.run.rank_store import RankStore, this_process
 from megacpp.state.checkpoint import save_checkpoint
 from tests.launch import forked
 
@@ -60,6 +62,19 @@ def test_a_rank_that_lost_its_peer_stays_silent(
     assert report(late, tmp_path) == 6 and "waited in vain" in capsys.readouterr().err
     assert report(ValueError("bad\nshape"), tmp_path) == 1
     assert capsys.readouterr().err.startswith("error: rank 0: ValueError: bad (")
+
+
+def test_a_silent_node_is_lost_with_all_its_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks on each of two nodes: this node's are alive, and of the other none is heard."""
+    monkeypatch.setattr("megacpp.run.failure.PATIENCE_S", 0.0)
+    peers, here = RankStore(), this_process()
+    there = replace(here, node="other")
+    peers.size, peers.table = 4, [here, here, there, there]
+    peers.tell(f"heard/{here.node}", "")
+    assert report(RuntimeError("Connection closed by peer"), tmp_path, peers) == 6
+    assert "ranks 2, 3 lost: ended without a message" in capsys.readouterr().err
 
 
 def test_an_interrupt_says_once_where_the_run_goes_on(

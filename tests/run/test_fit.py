@@ -15,7 +15,7 @@ import pytest
 from megacpp.config.arguments import Resolved, parse_run, replace_keys
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, MegacppError
-from megacpp.launch.auto_fit import _lead, _Orders
+from megacpp.launch.auto_fit import _follow, _lead, _Orders
 from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, knobs_between, outcome_of
 from megacpp.launch.trial import (
     SETTINGS,
@@ -351,3 +351,16 @@ def test_other_ranks_hear_that_the_first_one_failed(
         _lead(peers, estimator, Resolved(run, {}, ()))
     assert peers.told("order/1")
     assert peers.hear("order/1") == {"error": str(error.value), "code": 2}
+
+
+def test_other_ranks_take_what_the_first_one_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each trial that they are told to run, with the words of the command line."""
+    ran: list[TrialCommand] = []
+    monkeypatch.setattr("megacpp.launch.auto_fit.run_trial", lambda order, _: ran.append(order))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    peers, words = RankStore(), ("tiny", "--mesh.tp", "2")
+    trial = TrialCommand(1, words, "run/trial", "localhost", 1234)
+    peers.tell("order/1", {"run": {**vars(trial), "arguments": list(words)}})
+    peers.tell("order/2", {"go": list(words)})
+    assert _follow(peers, 8) == parse_run(list(words), 8).config
+    assert ran == [trial]

@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +20,11 @@ import torch.distributed as dist
 from megacpp.config.arguments import parse_run
 from megacpp.config.checks.every import hang_limits
 from megacpp.errors import ConfigError
+from megacpp.outcome import PEER_LOST
+from megacpp.run import flight
 from megacpp.run.blame import blame
-from megacpp.run.hang import group_timeout
+from megacpp.run.hang import HangWatch, group_timeout
+from megacpp.run.rank_store import this_process
 from megacpp.run.straggler import FILE, WINDOW, Straggler
 from parallel.boundary import AccumulationBoundary
 from tests.launch import background, forked
@@ -74,6 +79,40 @@ def test_ranks_that_wait_for_each_other_and_different_collectives() -> None:
     stages = state("p.py:1 f", 4, ("send or receive", -1))
     said = blame({0: stages, 1: state("b.py:1 f", 4)}, range(2), {})
     assert said.startswith("rank 1 did not arrive") and "rank 0 waits in send or receive of" in said
+
+
+def test_the_line_of_a_rank_is_below_the_project() -> None:
+    line, whole = flight.stack()
+    assert re.fullmatch(r"megacpp/run/flight\.py:\d+ stack", line)
+    assert "test_the_line_of_a_rank" in whole
+
+
+def test_who_does_not_report_leaves_after_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher ends all ranks once one has left: the report must be written by then."""
+
+    class Left(BaseException):
+        """Stands for the end of the process."""
+
+    def leave(code: int) -> None:
+        raise Left(code, store.check(["hang/reported"]))
+
+    store: Any = dist.HashStore()
+    here = this_process()
+    peers: Any = SimpleNamespace(
+        rank=1, size=2, table=[here, here], store=store, clock=None, waits="", meetings=0
+    )
+    watch = HangWatch(peers, {"startup": 0.0}, tmp_path, lambda line: None)
+    watch._stop.set()
+    watch._thread.join()
+    store.set("hang/state/0", json.dumps(state("a.py:1 f", 7)))
+    monkeypatch.setattr(os, "_exit", leave)
+    threading.Timer(1.0, lambda: store.set("hang/reported", "")).start()
+    with pytest.raises(Left) as end:
+        watch._answer()
+    assert end.value.args == (PEER_LOST, True)
+    assert "phase" in (tmp_path / "failures/hang-rank-1.txt").read_text()
 
 
 def test_limits_are_one_number_or_by_phase() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,28 @@ def test_told_twice_is_told_once() -> None:
             assert stop()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_terminal_that_is_gone_is_written_to_no_more(tmp_path: Path) -> None:
+    """SIGHUP comes when a terminal closes; what is printed then goes nowhere, without an error."""
+    main, terminal = os.openpty()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.dup2(terminal, 1)
+            sys.stdout = os.fdopen(1, "w", closefd=False)
+            stop = StopRequest()
+            os.kill(os.getpid(), signal.SIGHUP)
+            print("nobody reads this", flush=True)
+            code = 0 if stop() and stop.heard == "SIGHUP" else 2
+        finally:
+            os._exit(code)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with suppress(OSError):  # the end of a terminal that nobody has open
+        assert os.read(main, 100) == b""
+    os.close(main)
 
 
 @pytest.mark.slow

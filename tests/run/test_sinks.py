@@ -61,6 +61,7 @@ def test_tensorboard_has_every_figure_the_settings_and_the_sample(run: tuple[Pat
     assert settings["run.steps"].number_value == 4
     assert settings["model.pattern"].string_value == "AMERF"
     assert len(settings) == len(settings_of(Config()))
+    assert "_hparams_/session_end_info" not in board.summary_metadata, "it says how a run ended"
 
 
 def test_a_trace_names_the_parts_of_its_steps(run: tuple[Path, str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from megacpp.cli.main import main
 from megacpp.cli.speed import work_of
 from megacpp.config.arguments import parse_run
-from megacpp.run.predicted import TEN, Prediction, check_mfu, verdict
+from megacpp.run.predicted import TEN, Prediction, check_mfu, foresee, verdict
 from megacpp.speed.against import compare, profiled
 from megacpp.speed.hardware import Rates, gpu, known
 from megacpp.speed.step import StepTime, predict
@@ -128,3 +128,16 @@ def test_devices_are_known_by_their_drivers_names(tmp_path: Path) -> None:
     config = parse_run(["tiny", "--train.device", "cpu"], 1).config
     found = predict(work_of(config, 1, machine), machine, Rates())
     assert found.parts["host"] > 0 and 0 < found.mfu < 1
+
+
+def test_what_is_foreseen() -> None:
+    """Every known schedule on a known machine, and nothing of a machine that isn't known."""
+    flags = ["dense_110m", "--train.device", "cuda", "--train.device-batch-size", "2"]
+    for words, known_time in (
+        ([], True),
+        (["--mesh.pp", "2"], True),
+        (["--mesh.pp", "2", "--mesh.pp-schedule", "dualpipe"], False),
+    ):
+        config = parse_run([*flags, *words], 8).config
+        assert (foresee(config, 8, "cuda", "NVIDIA H100 80GB HBM3") is not None) is known_time
+    assert foresee(parse_run(flags, 8).config, 8, "cuda", "another device") is None
