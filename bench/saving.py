@@ -3,8 +3,8 @@
     python bench/saving.py dense_4m
     torchrun --standalone --nproc-per-node=2 bench/saving.py dense_4m
 
-Steps of the model go on while an asynchronous save writes, as in a run; how much slower they are
-meanwhile is the last line.
+Steps of the model go on while an asynchronous save writes, as in a run. Also printed: how much
+slower they are meanwhile, and what part of a save is the check that all values are finite.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from bench.shapes import names, shape
 from bench.step import Trainer
 from megacpp.config.checks.every import resolve
 from megacpp.state.agreement import gather, share
+from megacpp.state.soundness import unsound
 from megacpp.state.training import TrainingState
 from parallel.start import pick_device, start, world_size
 
@@ -60,10 +61,11 @@ def main() -> None:
         return _timed(lambda: state.save(1, behind=behind))
 
     held: dict[bool, list[float]] = {False: [], True: []}
-    alone, beside = [], []
+    alone, beside, checks = [], [], []
     for turn in range(options.saves + 1):  # the first turn warms up
         for behind in (False, True):
             alone.append(step())
+            checks.append(_timed(lambda: unsound(state.tensors())))
             seconds = save(behind)
             if turn:
                 held[behind].append(seconds)
@@ -76,6 +78,8 @@ def main() -> None:
         print(f"{options.shape}, {world.size} ranks, {num_bytes / 1e6:,.1f} MB a checkpoint")
         print(f"synchronous   {1e3 * sync_s:8.1f} ms a save holds the step up")
         print(f"asynchronous  {1e3 * async_s:8.1f} ms, ratio {async_s / sync_s:.3f}")
+        check_s = statistics.median(checks)
+        print(f"finite check  {1e3 * check_s:8.1f} ms of it, {check_s / sync_s:.1%}")
         print(f"step          {1e3 * statistics.median(alone):8.1f} ms, beside a save that writes")
         print(f"              {1e3 * statistics.median(beside):8.1f} ms ({len(beside)} steps)")
     world.close()

@@ -17,6 +17,8 @@ WIRING = "tests/wiring/test_wiring.py"
 FIRST = {
     "train.py": f"{WIRING} tests/run/test_rewind.py tests/test_run.py",
     "parallel/": f"{WIRING}",
+    "parallel/context/": "tests/parallel/test_context_mamba3.py"
+    f" tests/parallel/test_context_m2rnn.py tests/parallel/test_context_attention.py {WIRING}",
     "parallel/notation.py": "tests/parallel/test_explain.py",
     "parallel/plans.py": f"tests/parallel/test_explain.py tests/parallel/test_tensor.py {WIRING}",
     "parallel/simulate/": "tests/parallel/test_dry_run.py tests/memory/test_gpu_kernels.py"
