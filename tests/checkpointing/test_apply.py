@@ -13,12 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpointing.apply import ActivationCheckpointing, recompute_of_depths, set_recompute
+from checkpointing.apply import (
+    ActivationCheckpointing,
+    first_layers,
+    recompute_of_depths,
+    set_recompute,
+)
 from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.attention.gqa import CoreAttention
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.experts.router import Router
 from megacpp.blocks.m2rnn.scan import M2RNNScan
+from megacpp.config.arguments import parse_run
 from megacpp.config.presets import PER_BLOCK, PRESETS
 from megacpp.config.schema import KEEP, CheckpointingPolicy, Config, ModelConfig, PrecisionConfig
 from megacpp.model.block import Block
@@ -239,3 +245,18 @@ def test_a_global_switch_for_comparison() -> None:
     set_recompute(model, [BLOCK] * 7, KEEP, replays)
     expected = train(build(KEEP)[0])
     assert all(map(torch.equal, train(model), expected)) and replays.counts == {"block": 7}
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [
+        ("", [0]),
+        ("--mesh.pp 2 --train.grad-accum 4", [0, 6]),
+        ("--mesh.pp 2 --train.grad-accum 4 --mesh.pp-schedule zbv", [0, 2, 6, 10]),
+    ],
+    ids=["one process", "two stages", "a V of four"],
+)
+def test_each_stage_begins_a_forward(words: str, layers: list[int]) -> None:
+    """Copies on the host are counted from there on; the 12 blocks of `tiny` are cut between."""
+    config = parse_run(["tiny", "--train.device-batch-size", "1", *words.split()], 2).config
+    assert sorted(first_layers(config)) == layers
