@@ -60,7 +60,7 @@ class Axes:
             self.drawing.text(x - 3.3 * len(words), bottom + 18, words, "note")
         corner = [(self.left, self.top), (self.left, bottom), (self.left + self.wide, bottom)]
         self.drawing.path(corner, "line")
-        self.drawing.text(14, self.top - 12, names[1], "note")
+        self.drawing.text(self.left - 46, self.top - 12, names[1], "note")
         self.drawing.text(self.left + self.wide, bottom + 36, names[0], "note", end=True)
 
     def line(self, points: Iterable[Point], kind: str) -> None:

@@ -6,6 +6,7 @@ python -m tests.parallel.coverage
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import combinations
 
 from megacpp.config.schema import MeshConfig, ModelConfig
@@ -24,16 +25,22 @@ def kinds(model: ModelConfig) -> list[str]:
     return [names.get(letter, letter) for letter in block_letters(model.pattern, model.depth)]
 
 
-def table() -> str:
-    """Return how many meshes each axis and pair of axes is compared on, by kind of block."""
-    proven: dict[tuple[tuple[str, ...], str], set[MeshConfig]] = defaultdict(set)
+def proven() -> Mapping[tuple[tuple[str, ...], str], set[MeshConfig]]:
+    """Return the meshes that each axis and pair of axes is compared on, by kind of block."""
+    found: dict[tuple[tuple[str, ...], str], set[MeshConfig]] = defaultdict(set)
     for run in {*test_compositions.RUNS, *test_fsdp.RUNS, *test_tensor.RUNS}:
         for axes in (axes for n in (1, 2) for axes in combinations(axes_of(run), n)):
             for kind in kinds(models()[run.model]):
-                proven[axes, kind].add(run.mesh)
+                found[axes, kind].add(run.mesh)
+    return found
+
+
+def table() -> str:
+    """Return how many meshes each axis and pair of axes is compared on, by kind of block."""
+    found = proven()
     lines = [" ".join([" " * 25, *(f"{kind:>6}" for kind in KINDS)])]
     for axes in (axes for n in (1, 2) for axes in combinations(AXES, n)):
-        counts = (str(len(proven[axes, kind]) or ".") for kind in KINDS)
+        counts = (str(len(found[axes, kind]) or ".") for kind in KINDS)
         lines.append(" ".join([f"{' x '.join(axes):25}", *(f"{count:>6}" for count in counts)]))
     return "\n".join(lines)
 
