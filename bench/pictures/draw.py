@@ -8,6 +8,7 @@ from pathlib import Path
 from bench.pictures import (
     architecture,
     blocks,
+    boundary,
     continued,
     corpora,
     dispatch,
@@ -43,6 +44,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "remembers": states.what_a_state_remembers,
     "expert-loads": states.loads_of_experts,
     "pairs": pairs.compared_and_refused,
+    "one-step": boundary.one_step_of_ranks,
     "owners": states.owners_of_matrices,
     "same-work": planning.same_work_more_bytes,
     "rooms": rooms.picture_of_rooms,
@@ -82,5 +84,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "saved-pieces": saved.pieces_on_another_mesh,
     "null-experts": routing.null_experts,
     "expert-groups": routing.groups_of_experts,
+    "one-nan": boundary.one_nan,
+    "small-numbers": formats.scales_of_small_numbers,
     "number-formats": formats.rounding_of_formats,
 }
