@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.pictures.memory import scale, thinned
+from bench.pictures.charts import Axes, ticks
+from bench.pictures.memory import thinned
 from bench.pictures.svg import Drawing
 from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.attention.config import AttentionConfig
@@ -104,23 +105,18 @@ def memory_of_the_head() -> Drawing:
             loss.backward()
         found[name] = live.seen, middle
     most = max(max(seen) for seen, _ in found.values()) / MIB
-    left, top, wide, high = 60.0, 62.0, 320.0, 230.0
-    scale(drawing, left, top, high, most, "MiB")
     for i, (name, (seen, middle)) in enumerate(found.items()):
-        x = left + i * (wide + 20)
-        drawing.text(x + 8, 24, f"{name}: at most {max(seen) / MIB:.1f} MiB", "head")
-        points = []
-        for n, size in enumerate(seen):
-            height = top + high * (1 - size / MIB / most)
-            points += [(x + n * wide / len(seen), height), (x + (n + 1) * wide / len(seen), height)]
-        edge = [(x, top + high), *thinned(points), (x + wide, top + high)]
+        axes = Axes(drawing, 60 + i * 340, 62, 320, 230, (0, len(seen)), (0, most))
+        axes.frame([], ticks(most) if not i else [], ("", "MiB" if not i else ""))
+        drawing.text(axes.left + 8, 24, f"{name}: at most {max(seen) / MIB:.1f} MiB", "head")
+        points = [axes.at(n + end, size / MIB) for n, size in enumerate(seen) for end in (0, 1)]
+        edge = [axes.at(0, 0), *thinned(points), axes.at(len(seen), 0)]
         drawing.path(edge, i, close=True)
-        drawing.path([(x, top + high), (x + wide, top + high)], "line")
-        at = x + middle * wide / len(seen)
-        drawing.path([(at, top), (at, top + high + 6)], "line")
-        room = at + 60 < x + wide
-        drawing.text(at + (4 if room else -4), top - 4, "backward", "note", end=not room)
-    drawing.text(left, top + high + 22, "Left to right: one operator after the other.", "note")
+        at, bottom = axes.at(middle, 0)
+        drawing.path([(at, axes.top), (at, bottom + 6)], "line")
+        room = at + 60 < axes.left + axes.wide
+        drawing.text(at + (4 if room else -4), axes.top - 4, "backward", "note", end=not room)
+    drawing.text(60, 314, "Left to right: one operator after the other.", "note")
     return drawing
 
 

@@ -11,6 +11,12 @@ from bench.pictures.svg import Drawing
 Point = tuple[float, float]
 
 
+def ticks(most: float) -> range:
+    """Return round numbers from 0 to at most `most`, seven or fewer."""
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if most / s <= 6)
+    return range(0, int(most) + 1, step)
+
+
 @dataclass(frozen=True)
 class Axes:
     """Place of a chart in a drawing, and the values at its ends.
@@ -19,7 +25,7 @@ class Axes:
         drawing: where.
         left, top, wide, high: rectangle of the chart in pixels.
         x, y: least and largest value of each direction.
-        log: whether both scales are logarithmic.
+        log: the directions that are logarithmic, such as `xy`.
     """
 
     drawing: Drawing
@@ -29,13 +35,13 @@ class Axes:
     high: float
     x: Point
     y: Point
-    log: bool = False
+    log: str = ""
 
     def at(self, x: float, y: float) -> Point:
         """Return the place of a pair of values."""
         return (
-            self.left + self.wide * self._part(x, self.x),
-            self.top + self.high * (1 - self._part(y, self.y)),
+            self.left + self.wide * self._part(x, self.x, "x"),
+            self.top + self.high * (1 - self._part(y, self.y, "y")),
         )
 
     def frame(
@@ -60,8 +66,10 @@ class Axes:
             self.drawing.text(x - 3.3 * len(words), bottom + 18, words, "note")
         corner = [(self.left, self.top), (self.left, bottom), (self.left + self.wide, bottom)]
         self.drawing.path(corner, "line")
-        self.drawing.text(self.left - 46, self.top - 12, names[1], "note")
-        self.drawing.text(self.left + self.wide, bottom + 36, names[0], "note", end=True)
+        if names[1]:
+            self.drawing.text(self.left - 46, self.top - 12, names[1], "note")
+        if names[0]:
+            self.drawing.text(self.left + self.wide, bottom + 36, names[0], "note", end=True)
 
     def line(self, points: Iterable[Point], kind: str) -> None:
         """Draw a line through pairs of values."""
@@ -80,7 +88,7 @@ class Axes:
         self.drawing.rect(to_x - size / 2, to_y - size / 2, size, size, kind)
         return to_x, to_y
 
-    def _part(self, value: float, ends: Point) -> float:
-        if self.log:
+    def _part(self, value: float, ends: Point, direction: str) -> float:
+        if direction in self.log:
             value, ends = math.log(value), (math.log(ends[0]), math.log(ends[1]))
         return (value - ends[0]) / (ends[1] - ends[0])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.continued import LONG, PLACES, ROW
+from bench.pictures.charts import Axes
 from bench.pictures.svg import Drawing
 
 RECORD = Path(__file__).parents[2] / "docs/continued.json"
@@ -114,24 +115,12 @@ def draw(drawing: Drawing, panels: Sequence[Panel]) -> None:
         every = [point for _, points in lines for point in points]
         low = math.floor(2 * min(y for _, y in every)) / 2
         high = math.ceil(2 * max(y for _, y in every)) / 2
-        drawing.text(left, TOP - 26, title, "head")
-        drawing.text(left - 8, TOP - 8, value, "note", end=True)
-        drawing.path([(left, TOP), (left, TOP + HIGH), (left + wide, TOP + HIGH)], "line")
-        for half in range(int(2 * low), int(2 * high) + 1):
-            y = TOP + HIGH * (high - half / 2) / (high - low)
-            drawing.path([(left - 4, y), (left, y)], "line")
-            drawing.text(left - 8, y + 4, f"{half / 2:.1f}", "note", end=True)
-        for quarter in range(1, 5):
-            x = left + wide * quarter / 4
-            drawing.path([(x, TOP + HIGH), (x, TOP + HIGH + 4)], "line")
-            drawing.text(x, TOP + HIGH + 18, f"{most_x * quarter / 4:.0f}", "note", end=True)
-        drawing.text(left + wide, TOP - 8, unit, "note", end=True)
+        drawing.text(left, TOP - 30, title, "head")
+        axes = Axes(drawing, left, TOP, wide, HIGH, (0, most_x), (low, high))
+        halves = [half / 2 for half in range(int(2 * low), int(2 * high) + 1)]
+        axes.frame([most_x * n / 4 for n in range(1, 5)], halves, (unit, value), ".1f")
         for kind, points in lines:
-            scaled = [
-                (left + wide * x / most_x, TOP + HIGH * (high - y) / (high - low))
-                for x, y in points
-            ]
-            drawing.path(scaled, kind)
+            axes.line(points, kind)
 
 
 def stable_end(runs: dict[str, Any], tail: str) -> tuple[float, float]:

@@ -28,7 +28,7 @@ def rounding_of_formats() -> Drawing:
     """Draw the largest relative error in each octave, found by rounding numbers in it."""
     drawing = Drawing(660, "bf16 rounds alike everywhere; fp16 and e4m3 are finer or end early.")
     drawing.legend(60, 14, [(number, name) for number, name in enumerate(FORMATS)])
-    axes = Axes(drawing, 60, 60, 560, 190, (2.0**FROM, 2.0**TO), (1e-4, 1.0), log=True)
+    axes = Axes(drawing, 60, 60, 560, 190, (2.0**FROM, 2.0**TO), (1e-4, 1.0), log="xy")
     names = ("size of the number", "largest relative error")
     axes.frame([1e-9, 1e-6, 1e-3, 1, 1e3, 1e6], [1e-4, 1e-3, 1e-2, 0.1, 1], names)
     for number, dtype in enumerate(FORMATS.values()):
@@ -101,7 +101,7 @@ def scales_of_small_numbers() -> Drawing:
         words = _octaves(axes, gradients * factor)
         drawing.text(30, axes.top - 6, f"loss scale {factor:,.0f}: {words}", "note")
     drawing.text(410, 22, "AdamW: moments in a block with one scale", "head")
-    chart = Axes(drawing, 456, 104, 286, 208, (2.0**-24, 1.0), (1e-3, 1.0), log=True)
+    chart = Axes(drawing, 456, 104, 286, 208, (2.0**-24, 1.0), (1e-3, 1.0), log="xy")
     names = "size, 1: the largest of its block", "largest relative error"
     chart.frame([1e-6, 1e-4, 1e-2, 1], [1e-3, 1e-2, 0.1, 1], names)
     for number, (bits, moment) in enumerate(product(get_args(Bits), MOMENTS)):

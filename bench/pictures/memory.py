@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from bench.pictures.charts import Axes, Point, ticks
 from bench.pictures.svg import Drawing
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
@@ -49,14 +50,16 @@ def memory_of_a_step() -> Drawing:
         alive ^= {at}
         rows.append(tuple(layers.values()))
     most = max(map(sum, rows))
-    left, top, wide, high = 64.0, 58.0, 660, 250.0
+    wide = 660
     drawing = Drawing(
         760, f"Bytes alive during one step of tiny on rank 0 of 2, {most / MIB:.0f} MiB"
     )
     used = [name for i, name in enumerate(FILLS) if max(row[i] for row in rows) > most / 500]
+    axes = Axes(drawing, 64, 70, wide, 250, (0, wide), (0, most / MIB))
+    axes.frame([], ticks(most / MIB), ("", "MiB"))
     half = (len(used) + 1) // 2
     for line, names in enumerate((used[:half], used[half:])):
-        drawing.legend(left, 12 + 20 * line, [(FILLS[n], n.replace("_", " ")) for n in names])
+        drawing.legend(64, 12 + 20 * line, [(FILLS[n], n.replace("_", " ")) for n in names])
     # One column of pixels shows the fullest moment of the events that fall on it.
     ends = [i * len(rows) // wide for i in range(wide + 1)]
     columns = [max(rows[a : max(b, a + 1)], key=sum) for a, b in pairwise(ends)]
@@ -64,49 +67,27 @@ def memory_of_a_step() -> Drawing:
     for i, name in enumerate(FILLS):
         above = [b + column[i] for b, column in zip(below, columns, strict=True)]
         if name in used:
-            edge = [(left + x, top + high * (1 - y / most)) for x, y in enumerate(above)]
-            base = [(left + x, top + high * (1 - y / most)) for x, y in enumerate(below)]
+            edge, base = ([axes.at(x, y / MIB) for x, y in enumerate(ys)] for ys in (above, below))
             drawing.path([*thinned(edge), *reversed(thinned(base))], FILLS[name], close=True)
         below = above
-    scale(drawing, left, top, high, most / MIB, "MiB")
     seen: list[str] = []
     for event, mark in stream.marks:
         word = mark.split()[0]
         if word not in seen and word in ("forward", "backward", "optimizer"):
             seen.append(word)
-            x = left + event / len(rows) * wide
-            drawing.path([(x, top), (x, top + high + 6)], "line")
-            drawing.text(x + 4, top + high + 18, word, "note")
+            x, bottom = axes.at(event / len(rows) * wide, 0)
+            drawing.path([(x, axes.top), (x, bottom + 6)], "line")
+            drawing.text(x + 4, bottom + 18, word, "note")
     return drawing
 
 
-def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def thinned(points: list[Point]) -> list[Point]:
     """Return a line without the points that lie within a run of one height."""
     kept = [points[0]]
     for before, here, after in zip(points, points[1:], points[2:], strict=False):
         if not before[1] == here[1] == after[1]:
             kept.append(here)
     return [*kept, points[-1]]
-
-
-def scale(drawing: Drawing, left: float, top: float, high: float, most: float, unit: str) -> None:
-    """Draw a scale at the left of a chart.
-
-    Args:
-        drawing: where.
-        left: place of the scale.
-        top: place of the largest value.
-        high: height of the chart.
-        most: largest value.
-        unit: its unit.
-    """
-    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if most / s <= 6)
-    drawing.path([(left, top), (left, top + high)], "line")
-    for i in range(int(most // step) + 1):
-        y = top + high * (1 - i * step / most)
-        drawing.path([(left - 4, y), (left, y)], "line")
-        drawing.text(left - 8, y + 4, f"{i * step}", "note", end=True)
-    drawing.text(left - 8, top - 8, unit, "note", end=True)
 
 
 def buckets_over_context() -> Drawing:
@@ -122,19 +103,19 @@ def buckets_over_context() -> Drawing:
     for length, one in found.items():
         for name, size in one.components.items():
             stacks[length][layer_of(name)] += size
-    most = max(sum(stack.values()) for stack in stacks.values())
-    left, top, high, wide = 64.0, 62.0, 260.0, 90.0
+    most = max(sum(stack.values()) for stack in stacks.values()) / GIB
     drawing = Drawing(760, "Memory of a rank of nam56r_base by bucket, rows of 4K to 32K tokens")
+    axes = Axes(drawing, 64, 70, 670, 260, (0, len(LENGTHS)), (0, most))
+    axes.frame([], ticks(most), ("", "GiB"))
     for line, names in enumerate((list(FILLS)[:5], list(FILLS)[5:])):
-        drawing.legend(left, 12 + 20 * line, [(FILLS[n], n.replace("_", " ")) for n in names])
+        drawing.legend(64, 12 + 20 * line, [(FILLS[n], n.replace("_", " ")) for n in names])
     for i, (length, stack) in enumerate(stacks.items()):
-        x, y = left + 40 + i * 160, float(top + high)
+        x, y = axes.at(i + 0.25, 0)
+        drawing.text(x + 8, y + 18, f"{length // 1024}K tokens")
         for name, size in stack.items():
-            h = size / most * high
+            h = size / GIB / most * axes.high
             y -= h
-            drawing.rect(x, y, wide, h, FILLS[name], f"{size / GIB:.1f}" if h > 13 else "")
+            drawing.rect(x, y, 90, h, FILLS[name], f"{size / GIB:.1f}" if h > 13 else "")
         drawing.text(x + 6, y - 6, f"{sum(stack.values()) / GIB:.1f} GiB", "head")
-        drawing.text(x + 8, top + high + 18, f"{length // 1024}K tokens")
-    scale(drawing, left, top, high, most / GIB, "GiB")
     assert set(FILLS) - {"other"} <= set(COMPONENTS)
     return drawing

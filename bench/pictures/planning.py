@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from math import log2
+from math import ceil, log2
 
-from bench.pictures.memory import GIB, scale
+from bench.pictures.charts import Axes, Point, ticks
+from bench.pictures.memory import GIB
 from bench.pictures.svg import Drawing
 from megacpp.cli.plan_order import mesh_words
 from megacpp.cli.speed import predicted
@@ -27,41 +28,29 @@ def plan_front() -> Drawing:
         points.append((one.estimate.point / GIB, ms, one.config))
     points.sort(key=lambda point: point[:2])
     most_gib, most_ms = points[-1][0], max(ms for _, ms, _ in points)
-    left, top, wide, high = 64.0, 62.0, 660.0, 280.0
     drawing = Drawing(
         760,
         f"{len(points)} ways to train hybrid_400m on 8 H100: GiB of a rank against ms of a step",
     )
-
-    def at(gib: float, ms: float) -> tuple[float, float]:
-        return left + gib / most_gib * wide, top + high * (1 - ms / most_ms)
-
+    axes = Axes(drawing, 64, 62, 660, 280, (0, most_gib), (0, most_ms))
+    drawing.legend(64, 12, [("edge", "none is both smaller and faster")])
+    axes.frame(range(0, int(most_gib) + 1, 5), ticks(most_ms), ("GiB", "ms"))
     rows = sorted({config.train.device_batch_size for _, _, config in points})
-    drawing.legend(left, 12, [("edge", "none is both smaller and faster")])
-    scale(drawing, left, top, high, most_ms, "ms")
-    drawing.path([(left, top + high), (left + wide, top + high)], "line")
-    for gib in range(0, int(most_gib) + 1, 5):
-        x, y = at(gib, 0)
-        drawing.path([(x, y), (x, y + 4)], "line")
-        drawing.text(x + (8 if gib > 9 else 4), y + 18, f"{gib}", "note", end=True)
-    drawing.text(left + wide, top + high + 18, "GiB", "note", end=True)
-    best: list[tuple[float, float]] = []
+    best: list[Point] = []
     fastest = most_ms + 1
     for gib, ms, config in points:
-        x, y = at(gib, ms)
-        count = config.train.device_batch_size
-        drawing.rect(x - 3, y - 3, 6, 6, rows.index(count))
+        axes.dot(gib, ms, rows.index(config.train.device_batch_size), 6)
         if ms < fastest:
+            best += [(gib, fastest)] if best else []
+            best.append((gib, ms))
             fastest = ms
-            best += [(x, best[-1][1])] if best else []
-            best.append((x, y))
-    drawing.path(best, "edge")
+    axes.line(best, "edge")
     for i, count in enumerate(rows):
         of_count = [point for point in points if point[2].train.device_batch_size == count]
         gib, ms, config = min(of_count, key=lambda point: point[1])
         name = f"{count} row{'s' * (count > 1)} at a time, the fastest: "
         name += f"{mesh_words(config.mesh)}, {gib:.1f} GiB, {ms:,.0f} ms"
-        drawing.legend(left, top + high + 36 + 20 * i, [(i, name)])
+        drawing.legend(64, 396 + 20 * i, [(i, name)])
     return drawing
 
 
@@ -78,26 +67,18 @@ def same_work_more_bytes() -> Drawing:
     drawing = Drawing(
         760, "Ways to train nam56r_base on 8 devices: for the same work tp and ep send more bytes"
     )
-    left, top, wide, high = 64.0, 62.0, 660.0, 260.0
-    drawing.legend(left, 12, [(0, "tp 1, ep 1"), (1, "tp 1, ep 2 or 4"), (2, "tp 2"), (3, "tp 4")])
+    drawing.legend(64, 12, [(0, "tp 1, ep 1"), (1, "tp 1, ep 2 or 4"), (2, "tp 2"), (3, "tp 4")])
     columns = sorted({tokens for tokens, _ in found.values()})
-    low, up = (log2(f(sent for _, sent in found.values())) for f in (min, max))
-
-    def height(sent: float) -> float:
-        return top + high * (1 - (log2(sent) - low + 0.4) / (up - low + 0.8))
-
-    drawing.text(left - 8, top - 8, "GiB", "note", end=True)
-    drawing.path([(left, top), (left, top + high), (left + wide, top + high)], "line")
-    for power in range(int(low) + 1, int(up) + 1):
-        drawing.path([(left - 4, height(2**power)), (left, height(2**power))], "line")
-        drawing.text(left - 8, height(2**power) + 4, f"{2**power:,}", "note", end=True)
-    gap = wide / len(columns)
+    low, up = (f(sent for _, sent in found.values()) for f in (min, max))
+    ends = (0, len(columns)), (low / 1.3, up * 1.3)
+    axes = Axes(drawing, 64, 62, 660, 260, *ends, log="y")
+    doublings = [2**power for power in range(ceil(log2(low)), int(log2(up)) + 1)]
+    axes.frame([], doublings, ("tokens of a microbatch that one device computes", "GiB in a step"))
+    for (tp, ep, _), (tokens, sent) in found.items():
+        x, y = axes.at(columns.index(tokens), sent)
+        fill = {1: int(ep > 1), 2: 2, 4: 3}[tp]
+        drawing.rect(x + 8, y - 3, axes.wide / len(columns) - 16, 6, fill)
     for i, tokens in enumerate(columns):
-        x = left + i * gap
-        drawing.text(x + gap / 2 - 18, top + high + 18, f"{tokens:,.0f}", "note")
-        for (tp, ep, _), (_, sent) in (item for item in found.items() if item[1][0] == tokens):
-            fill = {1: int(ep > 1), 2: 2, 4: 3}[tp]
-            drawing.rect(x + 8, height(sent) - 3, gap - 16, 6, fill)
-    drawing.text(left, top + high + 38, "Tokens of a microbatch that one device computes; upwards:"
-                 " what it sends in a step, in doublings.", "note")  # fmt: skip
+        x, y = axes.at(i + 0.5, axes.y[0])
+        drawing.text(x - 18, y + 18, f"{tokens:,.0f}", "note")
     return drawing

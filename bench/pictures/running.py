@@ -218,7 +218,7 @@ def products_under_roofs() -> Drawing:
     """Draw the speed of each product of dense_110m on an H100, by its FLOPs for a byte."""
     card = gpu("H100")
     drawing = Drawing(760, "Products of dense_110m on an H100: FLOP/s by FLOPs for each byte")
-    axes = Axes(drawing, 60.0, 62.0, 670.0, 260.0, (1, 10_000), (1, 2_000), log=True)
+    axes = Axes(drawing, 60.0, 62.0, 670.0, 260.0, (1, 10_000), (1, 2_000), log="xy")
     axes.frame(
         (1, 10, 100, 1000, 10_000), (1, 10, 100, 1000), ("FLOPs for each byte moved", "TFLOP/s")
     )
