@@ -94,7 +94,7 @@ def show_once(error: BaseException, folder: Path) -> Path:
         path.write_text(screen + "\n")
     with contextlib.suppress(FileExistsError):
         if "WORLD_SIZE" in os.environ:  # ranks of a machine share a parent, a new one at each start
-            (path.parent / f".shown-{os.getppid()}").open("x").close()
+            (path.parent / f".shown-{os.getppid()}").touch(exist_ok=False)
         print(screen, file=sys.stderr, flush=True)
     return path
 

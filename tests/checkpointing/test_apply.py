@@ -260,3 +260,9 @@ def test_each_stage_begins_a_forward(words: str, layers: list[int]) -> None:
     """Copies on the host are counted from there on; the 12 blocks of `tiny` are cut between."""
     config = parse_run(["tiny", "--train.device-batch-size", "1", *words.split()], 2).config
     assert sorted(first_layers(config)) == layers
+
+
+def test_one_process_prepares_its_model_too() -> None:
+    seen: list[HybridLM] = []
+    model = build_model(Config(), World(0, 1, torch.device("cpu")), seen.append)
+    assert len(seen) == 1 and seen[0] is model

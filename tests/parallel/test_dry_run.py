@@ -29,7 +29,7 @@ from parallel.boundary import AccumulationBoundary
 from parallel.fsdp import shard_slice
 from parallel.local_shapes import own_shape
 from parallel.mesh import World
-from parallel.simulate.collective_log import CollectiveLog
+from parallel.simulate.collective_log import CollectiveLog, group_names
 from parallel.simulate.dry_run import Bytes, class_of, count_all, dry_run
 from parallel.simulate.fake import fake_world, planned_model
 from parallel.start import join
@@ -166,6 +166,28 @@ def test_all_ranks_together_hold_the_model(size: int) -> None:
                 assert p.to_local().shape == own_shape(p)  # type: ignore[attr-defined]
             stored = sum(4 * math.prod(own_shape(p)) for p in model.parameters())
         assert stored == found.by_rank[rank]
+
+
+def test_a_group_is_named_after_the_axis_that_splits_the_model() -> None:
+    """The two ranks of a world are also those of its views."""
+    for axis in ("tp", "cp", "pp", "ep", "dp_shard", "dp_replicate"):
+        mesh = MeshConfig(**{"dp_shard": 1, axis: 2} | ({"dp_shard": 2} if axis == "ep" else {}))
+        config = config_for(Run("plain", mesh, accum=2))
+        with fake_world(config, 2) as world:
+            (names,) = group_names(world.meshes).values()
+        assert names[0] == axis and names[-1] == "world"
+
+
+def test_classes_of_parameters() -> None:
+    """Norms and routers are whole on every rank of tp; of a linear layer each has a part."""
+    config = config_for(Run("plain", MeshConfig(tp=2, dp_shard=1), accum=2))
+    with fake_world(config, 2) as world:
+        model = planned_model(config, world)
+        found = {n: class_of(model, n, p) for n, p in model.named_parameters()}
+    kinds = {"blocks.0.norm.weight": "replicated", "head.weight": "dense", "experts.w1": "experts"}
+    kinds |= {"router.weight": "replicated", "wq.weight": "dense", "shared.w2.weight": "dense"}
+    for end, kind in kinds.items():
+        assert {k for n, k in found.items() if n.endswith(end)} == {kind}, end
 
 
 # ---- the command --------------------------------------------------------------------------------
