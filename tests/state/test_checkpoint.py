@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import random
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megacpp.errors import CheckpointError
+from megacpp.state import checkpoint
 from megacpp.state.checkpoint import load_checkpoint, save_checkpoint, verify
 from megacpp.state.manifest import hash_file, read_manifest, write_manifest
 from megacpp.state.published import latest_checkpoint, latest_text
@@ -306,3 +308,19 @@ def test_large_states_are_split_over_files(tmp_path: Path, monkeypatch: pytest.M
     total = sum(t.numel() * t.element_size() for t in toy_state(seed=1).values())
     assert len(list(path.glob("*.safetensors"))) >= total // 200
     assert load(0, 1, path)[0] == [] and world_size() == 1
+
+
+@pytest.mark.parametrize("stage", ["_prepare", "_write_tensors", "hash_file", "_name_slow_disks"])
+def test_a_save_that_fails_says_what_and_how_to_mend_it(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, stage, full)
+    with pytest.raises(CheckpointError) as error:
+        save_checkpoint(tmp_path, 7, toy_state(seed=1), EXTRA, keep=0)
+    said = str(error.value)
+    assert said.startswith(f"{tmp_path}/") and ": cannot be saved: " in said
+    assert "No space left on device" in said and ". Fix: free disk space or choose" in said
+    assert latest_checkpoint(tmp_path) is None
