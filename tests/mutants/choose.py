@@ -23,6 +23,7 @@ FIRST = {
     "parallel/plans.py": f"tests/parallel/test_explain.py tests/parallel/test_tensor.py {WIRING}",
     "parallel/simulate/": "tests/parallel/test_dry_run.py tests/memory/test_gpu_kernels.py"
     " tests/memory/test_trace.py tests/parallel/test_result_shapes.py",
+    "parallel/simulate/library_stand_ins.py": "tests/parallel/test_stand_ins.py",
     "parallel/fsdp.py": "tests/parallel/test_collective_counts.py"
     f" tests/parallel/test_expert_units.py {WIRING}",
     "optim/": f"{WIRING}",

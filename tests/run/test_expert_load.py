@@ -15,6 +15,7 @@ from megacpp.blocks.experts.choices import columns, slots
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import Config, RunConfig
 from megacpp.model.hybrid import HybridLM
+from megacpp.run import metrics
 from megacpp.run.expert_load import ExpertLoad, LoadWatch, load_figures
 from megacpp.run.metrics import MetricsLog, StepRecord
 from parallel.expert.load import LoadTable
@@ -53,6 +54,7 @@ def test_one_line_and_then_quiet() -> None:
     assert LoadWatch(4.0).observe(0, [ONE])  # not above the limit, but dead
     few = ExpertLoad(0, (4, 4, 4, 0))
     assert LoadWatch(4.0).observe(0, [few]) == []  # of 3 tokens on average one may well get none
+    assert LoadWatch(4.0).observe(0, [ExpertLoad(0, (12, 12, 8, 0))]), "of 8 none may not"
 
 
 def test_figures_by_layer_are_stored(tmp_path: Path) -> None:
@@ -71,6 +73,20 @@ def test_figures_by_layer_are_stored(tmp_path: Path) -> None:
     scalars = {name: board.Scalars(name)[0].value for name in board.Tags()["scalars"]}
     assert scalars["train/load_max_over_mean/layer_4"] == 4.0
     assert scalars["train/bias_range/layer_4"] == pytest.approx(0.003)
+
+
+def test_the_remaining_time_is_that_of_the_steps_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of steps 5 to 10 one has taken 3 s: 5 are left."""
+    log = MetricsLog(tmp_path, Config(run=RunConfig(steps=10)), 4, active=False)
+    floats = dict.fromkeys(("loss", "bits_per_byte", "grad_norm", "lr", "tokens_per_s"), 1.0)
+    whole = dict.fromkeys(("tokens", "valid_tokens", "peak_bytes", "grad_accum", "nonfinite"), 1)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: log.began + 3.0)
+    monkeypatch.setattr(metrics, "columns", lambda: 200)
+    for step, left in ((4, "0:15"), (6, "0:03"), (9, "0:00")):
+        record = StepRecord(step=step, step_s=3.0, skipped=False, **floats, **whole)  # type: ignore[arg-type]
+        assert log.line(record).endswith(f"eta {left}  SANITIZED"), step
 
 
 def test_the_table_of_two_ranks_has_the_loads_of_their_layers() -> None:
