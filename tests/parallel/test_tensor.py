@@ -18,7 +18,7 @@ from megacpp.model.hybrid import HybridLM
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.notation import Array, Redistribute
-from parallel.plans import ACTIVATIONS, PARAMETERS, Row, row_of
+from parallel.plans import ACTIVATIONS, PARAMETERS, Row, activation_layouts, row_of
 from tests.model.small import variants
 from tests.parallel.parity import (
     Run,
@@ -143,6 +143,16 @@ def test_moves_read_as_they_are_written() -> None:
     ):
         with pytest.raises(ValueError, match=r"neither|does not move|not written"):
             Redistribute.parse(wrong)
+
+
+def test_each_module_is_laid_out_once() -> None:
+    """Of a row for every layer each layer's, and of any other row one."""
+    with torch.device("meta"):
+        model = HybridLM(models()["engram"])
+    names = [name for name, *_ in activation_layouts(model)]
+    assert len(names) == len(set(names)) and {"embed", "head"} <= {*names}
+    tables = {n for n, _ in model.named_modules() if n.endswith("engram.tables")}
+    assert tables and tables <= {*names}
 
 
 def test_rows_of_one_kind_stand_together() -> None:
