@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp.config.schema import Config, MeshConfig, PrecisionConfig
 from megacpp.lessons.mesh_models import models
@@ -46,6 +48,58 @@ def wholes(model: HybridLM, optimizer: MuonAdamW) -> dict[str, Tensor]:
         name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
         for name, t in own.items()
     }
+
+
+class MuonCalls(TorchDispatchMode):
+    """Order of what an optimizer step calls, and the bytes that it sends to other ranks.
+
+        with MuonCalls() as seen:
+            optimizer.step()
+        print(seen.order, seen.sent)
+
+    Attributes:
+        order: `>` for each all-to-all, `n` for Newton-Schulz, `A` for AdamW; of several equal
+            calls in a row only all-to-alls are repeated.
+        sent: bytes of all-to-alls without those that stay on this rank.
+    """
+
+    MARKS = MappingProxyType({"alltoall_base_": ">", "_fused_adamw_": "A", "baddbmm": "n"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order, self.sent = "", 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Note a call, and make it."""
+        mark = self.MARKS.get(func.overloadpacket.__name__, "")
+        if mark == ">":
+            sent, sizes = args[1], list(args[4])
+            del sizes[dist.get_rank()]
+            self.sent += sent.itemsize * sum(sizes)
+        if mark == ">" or mark != self.order[-1:]:
+            self.order += mark
+        return func(*args, **(kwargs or {}))
+
+
+def matrices_by_rank(optimizer: MuonAdamW, ranks: int) -> list[str]:
+    """Return the matrices that each rank orthogonalises, by the names of their parameters.
+
+    Brackets hold those that stay where they are, with their number.
+    """
+    momenta = [name for name in optimizer.state_tensors() if name.endswith(".momentum")]
+    names = [
+        name.removesuffix(".momentum").split("mixer.")[-1].removesuffix(".weight")
+        for name in momenta
+    ]
+    found: list[list[str]] = [[] for _ in range(ranks)]
+    for exchange in optimizer.plan().exchanges:
+        for job in exchange.jobs:
+            name = names[job.parameter]
+            for rank in (job.owner,) if job.moves else job.holders:
+                found[rank].append(name if job.moves else f"({job.count} {name})")
+    return [" ".join(own) for own in found]
 
 
 def optimizer_of(
