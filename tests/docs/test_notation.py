@@ -75,15 +75,15 @@ EARLY = {
     "kernel": "04 06 07 25 27 30",
     "activation": "11 12 17 20",
     "recompute": "14",
-    "checkpoint": "24 12 21",
+    "checkpoint": "24 12",
     "allocator": "24",
-    "FP8": "21 40",
+    "FP8": "40",
     "MLA": "15",
     "logits": "13 20",
-    "expert": "24 16 15 14 20 21 40",
-    "router": "24 16 14 17 21 40",
+    "expert": "24 16 15 14 20 40",
+    "router": "24 16 14 17 40",
     "Mamba-3": "12 15",
-    "M2RNN": "13 15 17 20 21",
+    "M2RNN": "13 15 17 20",
 }
 
 
