@@ -36,6 +36,7 @@ FIRST = {
     "megacpp/launch/start.py": f"{WIRING} tests/test_run.py tests/run/test_remote_run.py",
     "megacpp/run/": f"{WIRING}",
     "megacpp/run/flight.py": "tests/run/test_hang.py",
+    "megacpp/run/oom.py": "tests/run/test_forensics.py",
     "megacpp/run/harness.py": "tests/interop/test_eval.py tests/run/test_tasks.py",
     "megacpp/run/likelihood.py": "tests/run/test_tasks.py",
     "megacpp/run/records.py": f"{WIRING} tests/test_run.py",

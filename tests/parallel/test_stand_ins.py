@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from megacpp.config.arguments import parse_run
+from megacpp.kernels.backend import PLAIN_KERNELS
+from parallel.simulate import gpu_stand_ins
+from parallel.simulate.gpu_stand_ins import traced_kernels
 from parallel.simulate.library_stand_ins import mimo
 
 B, T, R, H, N, P, A = 1, 16, 2, 4, 8, 8, 4
@@ -45,3 +50,17 @@ def test_gradients_are_of_their_inputs(groups: int, fused: bool, packed: bool) -
         unused = not fused and name in ("MIMO_Out", "Z", "MIMO_Z")
         assert (x.grad is None) == unused, name
         assert unused or (x.grad is not None and x.grad.shape == x.shape), name
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_what_is_counted_without_triton(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what needs Triton itself falls back to torch; on a CPU everything does."""
+    found = object() if installed else None
+    monkeypatch.setattr(gpu_stand_ins.importlib.util, "find_spec", lambda name: found)
+    flags = ["tiny", "--kernels.attention", "varlen", "--kernels.experts", "triton"]
+    config = parse_run([*flags, "--train.device", "cuda"], 1).config
+    kernels = traced_kernels(config)
+    assert kernels.attention == "varlen"
+    assert (kernels.experts == "triton") == installed
+    on_cpu = replace(config, train=replace(config.train, device="cpu"))
+    assert traced_kernels(on_cpu) == PLAIN_KERNELS
