@@ -72,7 +72,7 @@ EARLY = {
     "tensor parallelism": "16",
     "expert parallelism": "16",
     "overlap": "09",
-    "kernel": "04 06 07 25 27 30",
+    "kernel": "04 07 25 27 30",
     "activation": "11 12 17 20",
     "recompute": "14",
     "checkpoint": "24 12",
