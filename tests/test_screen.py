@@ -103,6 +103,16 @@ def test_the_line_of_a_step_drops_what_has_no_room(
     assert "bpb 1.5000" in line and "1.50 s" in line and "51,200 MiB" in line  # 140 columns
 
 
+def test_the_remaining_time_is_that_of_the_steps_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run resumed at step 5 of 10 prints what is left after 3 seconds."""
+    log = MetricsLog(tmp_path, Config(run=RunConfig(steps=10)), 4, active=False)
+    monkeypatch.setattr("time.perf_counter", lambda: log.began + 3.0)
+    for step, left in ((4, "0:15"), (6, "0:03"), (9, "0:00")):
+        assert log.line(record(step=step)).endswith(f"eta {left}"), step
+
+
 def test_the_header_is_wrapped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

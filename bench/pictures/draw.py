@@ -19,6 +19,7 @@ from bench.pictures import (
     measured,
     memory,
     meshes,
+    nan,
     pairs,
     planning,
     rooms,
@@ -84,7 +85,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "saved-pieces": saved.pieces_on_another_mesh,
     "null-experts": routing.null_experts,
     "expert-groups": routing.groups_of_experts,
-    "one-nan": boundary.one_nan,
+    "one-nan": nan.one_nan,
     "small-numbers": formats.scales_of_small_numbers,
     "number-formats": formats.rounding_of_formats,
 }

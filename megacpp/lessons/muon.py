@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from parallel.mesh import World
 from parallel.start import join
 
 CPU = torch.device("cpu")
+MARKS = {"alltoall_base_": ">", "_fused_adamw_": "A", "baddbmm": "n"}  # of operators
 Shapes = Sequence[tuple[int, ...]]
 
 
@@ -63,8 +63,6 @@ class MuonCalls(TorchDispatchMode):
         sent: bytes of all-to-alls without those that stay on this rank.
     """
 
-    MARKS = MappingProxyType({"alltoall_base_": ">", "_fused_adamw_": "A", "baddbmm": "n"})
-
     def __init__(self) -> None:
         super().__init__()
         self.order, self.sent = "", 0
@@ -73,7 +71,7 @@ class MuonCalls(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Note a call, and make it."""
-        mark = self.MARKS.get(func.overloadpacket.__name__, "")
+        mark = MARKS.get(func.overloadpacket.__name__, "")
         if mark == ">":
             sent, sizes = args[1], list(args[4])
             del sizes[dist.get_rank()]

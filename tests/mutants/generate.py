@@ -31,16 +31,8 @@ AXES = {
 WORDS = {"print", "say", "warn", "config_error", "region", "span", "join"}
 # Calls for which the order of arguments doesn't matter, or isn't one of values.
 UNORDERED = {
-    "max",
-    "min",
-    "isinstance",
-    "getattr",
-    "setattr",
-    "partial",
-    "gcd",
-    "cast",
-    "promote_types",
-}
+    "max", "min", "isinstance", "getattr", "setattr", "partial", "gcd", "cast", "promote_types",
+}  # fmt: skip
 # Drawings and tables for people, and what only a GPU runs.
 LEFT_OUT = (
     "parallel/simulate/drawing.py",

@@ -146,7 +146,7 @@ def test_moves_read_as_they_are_written() -> None:
 
 
 def test_each_module_is_laid_out_once() -> None:
-    """Of a row for every layer each layer's, and of any other row one."""
+    """A row for every layer names the modules of all layers; any other row names one."""
     with torch.device("meta"):
         model = HybridLM(models()["engram"])
     names = [name for name, *_ in activation_layouts(model)]

@@ -15,7 +15,6 @@ from megacpp.blocks.experts.choices import columns, slots
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import Config, RunConfig
 from megacpp.model.hybrid import HybridLM
-from megacpp.run import metrics
 from megacpp.run.expert_load import ExpertLoad, LoadWatch, load_figures
 from megacpp.run.metrics import MetricsLog, StepRecord
 from parallel.expert.load import LoadTable
@@ -75,20 +74,6 @@ def test_figures_by_layer_are_stored(tmp_path: Path) -> None:
     assert scalars["train/bias_range/layer_4"] == pytest.approx(0.003)
 
 
-def test_the_remaining_time_is_that_of_the_steps_so_far(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of steps 5 to 10 one has taken 3 s: 5 are left."""
-    log = MetricsLog(tmp_path, Config(run=RunConfig(steps=10)), 4, active=False)
-    floats = dict.fromkeys(("loss", "bits_per_byte", "grad_norm", "lr", "tokens_per_s"), 1.0)
-    whole = dict.fromkeys(("tokens", "valid_tokens", "peak_bytes", "grad_accum", "nonfinite"), 1)
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: log.began + 3.0)
-    monkeypatch.setattr(metrics, "columns", lambda: 200)
-    for step, left in ((4, "0:15"), (6, "0:03"), (9, "0:00")):
-        record = StepRecord(step=step, step_s=3.0, skipped=False, **floats, **whole)  # type: ignore[arg-type]
-        assert log.line(record).endswith(f"eta {left}  SANITIZED"), step
-
-
 def test_the_table_of_two_ranks_has_the_loads_of_their_layers() -> None:
     """Counts of replicas are summed; a bias, the same on both, keeps its range."""
     config = small("EAFE")
@@ -105,7 +90,7 @@ def test_the_table_of_two_ranks_has_the_loads_of_their_layers() -> None:
 
 
 def test_the_share_of_nulls_is_of_all_slots() -> None:
-    """Of 8 slots a token at most 4 are real: 3 tokens that chose 6 real ones left 18 of 24."""
+    """Compare with counts by hand: 3 tokens of 8 slots, at most 4 real, chose 6 real experts."""
     config = small("E")
     config = replace(config, moe=replace(config.moe, num_experts=4, top_k=4, null_rho=0.5))
     table = LoadTable(HybridLM(config), config, ranks=1)
