@@ -128,6 +128,10 @@ class Meter(TorchDispatchMode):
         self._replaying = 0
         self._undo: list[Callable[[], None]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper costs as much as an operator
+
     def __enter__(self) -> Meter:
         for p in self.model.parameters():
             storage = local_part(p).untyped_storage()

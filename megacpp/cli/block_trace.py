@@ -86,8 +86,7 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
     config, mesh = request.config, request.config.mesh
     dtype = compute_dtype(config.precision, CPU)
     casts = not request.sharded and dtype in (torch.bfloat16, torch.float16)
-    # SDPA on the meta device is another one, of plain products.
-    faked = casts or _runs_sdpa(request) or config.precision.fp8 != "off"
+    faked = casts or config.precision.fp8 != "off"
     faked |= config.train.compile != "off"  # AOTAutograd takes fake tensors alone
     device, gpu = CPU if faked else META, config.train.device == "cuda"
     with META:
@@ -201,16 +200,6 @@ def _parts(
         return x_BTD
 
     return [f"blocks.{number}" for number in numbers], forward
-
-
-def _runs_sdpa(request: BlockRequest) -> bool:
-    """Return whether a part attends to all keys by torch's own function."""
-    if request.config.kernels.attention != "torch":
-        return False
-    dense = request.config.model.attention.sparse.stage == "dense"
-    return any(
-        kind == "mtp" or (kind[0] == "A" and ("." not in kind or dense)) for kind in request.kinds
-    )
 
 
 def _batch(request: BlockRequest, world: World) -> Batch:

@@ -24,7 +24,6 @@ from megacpp.kernels.attention.causal import document_mask
 from megacpp.kernels.attention.parts import AttentionGradient, RunningAttention, Scores
 from megacpp.kernels.autograd import wide
 from megacpp.model.documents import Documents
-from megacpp.model.transfer import to_device
 from parallel.context.layout import ContextLayout
 from parallel.context.segments import row_of
 
@@ -92,9 +91,9 @@ def chunk_documents(docs: Documents, layout: ContextLayout, chunks: Sequence[int
     row = row_of(docs, layout)
 
     def make() -> Documents:
-        size = row.ids_BT.shape[1] // layout.num_chunks
-        index = [torch.arange(c * size, (c + 1) * size) for c in chunks]
-        return row.take(to_device(torch.cat(index), row.ids_BT.device))
+        size, device = row.ids_BT.shape[1] // layout.num_chunks, row.ids_BT.device
+        index = [torch.arange(c * size, (c + 1) * size, device=device) for c in chunks]
+        return row.take(torch.cat(index))
 
     return docs.memo(("chunks", tuple(chunks)), make)
 

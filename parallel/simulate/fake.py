@@ -31,6 +31,7 @@ from megacpp.model.hybrid import HybridLM
 from parallel.boundary import AccumulationBoundary
 from parallel.build import plan_model
 from parallel.mesh import World
+from parallel.simulate.cpu_attention import cpu_attention
 from parallel.simulate.gpu_stand_ins import on_gpu
 from parallel.simulate.shapes import ResultShapes
 from parallel.simulate.stand_ins import memory_stand_ins, stand_ins
@@ -54,6 +55,8 @@ def fake_world(config: Config, size: int, rank: int = 0) -> Iterator[World]:
     # "2 sequential all_gather ...": DTensor about layouts that FSDP2 chose.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     hook = sys.excepthook  # of each group torch wraps it in another, which prefixes every line
+    if "meta" not in (devices := dist.Backend.backend_capability["fake"]):
+        devices.append("meta")  # point to point looks for the backend of a tensor's device
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     sys.excepthook = hook
     try:
@@ -78,7 +81,7 @@ def fake_tensors(
     instead = memory_stand_ins(every_chunk) if memory else stand_ins()
     device = on_gpu() if gpu else nullcontext()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, _RealStaysReal(), _real_offsets(), instead, device:
+    with fake, _RealStaysReal(fake), _real_offsets(), instead, device:
         yield
 
 
@@ -92,7 +95,8 @@ def meta_tensors(gpu: bool = False) -> Iterator[None]:
         gpu: allocate as on a GPU (parallel/simulate/gpu_stand_ins.py).
     """
     device = on_gpu() if gpu else nullcontext()
-    with _OnMeta(), _no_autocast_on_meta(), memory_stand_ins(every_chunk=False), device:
+    few = memory_stand_ins(every_chunk=False)
+    with _OnMeta(), _no_autocast_on_meta(), cpu_attention(), few, device:
         yield
 
 
@@ -223,7 +227,18 @@ class _RealStaysReal(TorchDispatchMode):
 
     A fraction is 1.0 and a truth value true: the host looks at a scale or a norm to see whether
     there is something to do. A whole number must be real: it could be a size.
+
+    Args:
+        fake: mode in which other tensors are fake.
     """
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self._fake = fake
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `_OnMeta`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
@@ -238,7 +253,7 @@ class _RealStaysReal(TorchDispatchMode):
                     return 1.0
                 if args[0].dtype == torch.bool:
                     return True
-            return func(*args, **(kwargs or {}))
+            return _SHAPES.run(func, args, kwargs or {}, self._fake)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if not tensors or any(t.is_meta for t in tensors):
             return func(*args, **(kwargs or {}))

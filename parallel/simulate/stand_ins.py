@@ -25,18 +25,14 @@ import torch
 from torch import Tensor
 
 from megacpp.blocks.experts.rows import ExpertRows
-from megacpp.kernels.attention.softcap import block_starts
 from megacpp.kernels.autograd import wide
 from megacpp.kernels.experts import grouped_mm
 from megacpp.kernels.experts.rows import Groups, group_rows
 from megacpp.kernels.experts.sizes import most_slots
-from megacpp.kernels.hyper_connections.reference import token_parts
 from megacpp.kernels.m2rnn import chunks as m2rnn_chunks
 from megacpp.kernels.m2rnn.chunks import Chunked, ChunkPlan
 from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
-from megacpp.kernels.sparse_attention.indexer import head_groups, query_blocks
-from megacpp.kernels.sparse_attention.indexer_loss import each_head
 from megacpp.memory.block_trace import DOCUMENT
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
@@ -44,6 +40,7 @@ from megacpp.model.recompute import PLAIN, Recompute
 from parallel.expert.even_routing import EvenRouting, Exchanged
 from parallel.expert.parallel import ExpertDispatch
 from parallel.simulate import gpu_stand_ins
+from parallel.simulate.few_chunks import FEW
 
 Shape = tuple[Sequence[int], torch.dtype]
 
@@ -64,9 +61,9 @@ def memory_stand_ins(every_chunk: bool = True) -> Iterator[None]:
     """Replace fewer originals: saved tensors and FLOPs are those of a real step.
 
     Args:
-        every_chunk: run all chunks of M2RNN, and all blocks and heads of an indexer and of sparse
-            and softcapped attention, and all tokens of hyper-connections; else those at the ends,
-            which allocate as much as others.
+        every_chunk: run all chunks of M2RNN and of a head's logits, all blocks and heads of an
+            indexer and of sparse and softcapped attention, and all tokens of hyper-connections;
+            else those at the ends, which allocate as much as others.
     """
     few = () if every_chunk else FEW
     with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce), *few):
@@ -105,7 +102,7 @@ def _instead(*instead: tuple[Any, Any]) -> Iterator[None]:
         (module, name, value)
         for module in modules
         for name, value in vars(module).items()
-        if id(value) in others and module.__name__ != __name__
+        if id(value) in others and not module.__name__.startswith("parallel.simulate.")
     ]
     for module, name, value in changed:
         setattr(module, name, others[id(value)])
@@ -308,63 +305,6 @@ class ChunkAtOnce(m2rnn_chunks._Chunk):
         w_back_NVV = self.w_NVV.transpose(1, 2).contiguous()
         _by_head(dafter_CNBKV).baddbmm_(_by_head(dx_CNBKV), w_back_NVV)
         return dafter_CNBKV, dx_CNBKV, dh_NBKV
-
-
-class _Ends(list[slice]):
-    """List as long as all chunks of a row, whose iteration visits those at its ends."""
-
-    def __iter__(self) -> Iterator[slice]:
-        last = max(2, len(self) - 2)
-        return iter([*self[:2], *self[last:]])
-
-
-@dataclass(frozen=True, eq=False)
-class FewChunks(ChunkPlan):
-    """Stand-in for `ChunkPlan` in which each chunk writes over the memory of the one before."""
-
-    def spans(self) -> list[slice]:
-        """Return all chunks of a row; iteration visits the first two and the last two."""
-        return _Ends(super().spans())
-
-
-def ends_of_queries(tokens: int) -> list[slice]:
-    """Stand-in for `query_blocks`: the first block, and the last, which is the fullest."""
-    blocks = query_blocks(tokens)
-    return [*blocks[:-1][:1], blocks[-1]]
-
-
-def ends_of_blocks(tokens: int) -> list[int]:
-    """Stand-in for `block_starts`: the first block, and the last two, which see most keys."""
-    starts = block_starts(tokens)
-    return [*starts[:-2][:1], *starts[-2:]]
-
-
-def few_groups(q_BTIH: Tensor, k_BSH: Tensor) -> list[slice]:
-    """Stand-in for `head_groups`: the first two, which are alive together, and the last."""
-    groups = head_groups(q_BTIH, k_BSH)
-    return [*groups[:2], *groups[2:][-1:]]
-
-
-def few_parts(x_SnD: Tensor) -> list[slice]:
-    """Stand-in for `token_parts`: the first two, which are alive together, and the last."""
-    parts = token_parts(x_SnD)
-    return [*parts[:2], *parts[2:][-1:]]
-
-
-def few_heads(heads: int) -> list[int]:
-    """Stand-in for `each_head`: the first and the last."""
-    return [*range(heads)[:1], *range(1, heads)[-1:]]
-
-
-# What runs fewer chunks in place of what.
-FEW = (
-    (ChunkPlan, FewChunks),
-    (query_blocks, ends_of_queries),
-    (block_starts, ends_of_blocks),
-    (head_groups, few_groups),
-    (token_parts, few_parts),
-    (each_head, few_heads),
-)
 
 
 def _by_head(x_CNBKV: Tensor) -> Tensor:

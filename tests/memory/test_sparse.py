@@ -102,14 +102,15 @@ def test_working_sets_are_those_of_a_trace(size: int, flags: str) -> None:
         f"{KEY}.layers all {KEY}.share 2 {KEY}.num_heads 6 --model.attention.softcap 30",
         "--model.attention.softcap 30",
         "--model.mhc.streams 2",
+        "--model.vocab_size 65536 --model.pattern F --model.depth 1 --data.seq_len 2048",
     ],
-    ids=["sparse", "sparse softcap", "softcap", "hyper-connections"],
+    ids=["sparse", "sparse softcap", "softcap", "hyper-connections", "logits"],
 )
 def test_ends_of_loops_tell_of_all(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace runs the first blocks, heads and groups, and the last; all have the same peak."""
     monkeypatch.setattr(reference, "CHUNK", 1 << 16)
-    flags = f"--model.depth 3 {attention} --data.seq_len 1024"
-    words = f"{WIDE} --model.pattern AAA {flags} --train.device_batch_size 1"
+    flags = "--model.depth 3 --data.seq_len 1024 --train.device_batch_size 1"
+    words = f"{WIDE} --model.pattern AAA {flags} {attention}"
     config, seen, events = parse_run(words.split(), 1).config, [], []
     for few in (stand_ins.FEW, ()):
         monkeypatch.setattr(stand_ins, "FEW", few)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from parallel.simulate.shapes import ResultShapes
@@ -116,6 +117,28 @@ def test_what_is_no_tensor_of_its_own_is_run_again(call: Any) -> None:
     for _ in range(3):
         shapes.run(counted, (given(4),), {})
     assert len(calls) == 3
+
+
+def test_remembered_fake_tensors_are_those_of_torch() -> None:
+    """A fake tensor reports the device that it stands for; one that is known to be 3.0 is run."""
+    shapes, fake = ResultShapes(), FakeTensorMode()
+    for _ in range(3):
+        for dtype in (torch.float32, torch.bfloat16):
+            with fake:
+                x = torch.empty(4, 6, dtype=dtype, device="cuda" if dtype.itemsize == 2 else "cpu")
+                three, unknown = torch.tensor(3.0), torch.empty(())
+                for op, *args in (
+                    *[(aten.add.Tensor, x.t(), x.t()), (aten.topk.default, x, 2)],
+                    *[(aten.add_.Tensor, x, x), (aten.view.default, x, [24])],
+                    *[(aten.mul.Tensor, unknown, unknown), (aten.mul.Tensor, three, three)],
+                ):
+                    wanted = pytree.tree_leaves(op(*args))
+                    found = pytree.tree_leaves(shapes.run(op, tuple(args), {}, fake))
+                    assert [look(one, args[:1]) for one in found] == [
+                        look(one, args[:1]) for one in wanted
+                    ]
+                    known = [one.constant is None for one in found if type(one) is FakeTensor]
+                    assert known == [one.constant is None for one in wanted]
 
 
 def test_what_is_remembered_does_not_run_again() -> None:

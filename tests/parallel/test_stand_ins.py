@@ -1,18 +1,22 @@
-"""Stand-ins for library kernels: gradients have the shapes and dtypes of what they belong to."""
+"""Stand-ins for kernels: shapes, dtypes and memory are those of what they stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from checkpointing.tracing.meter import Meter
 from megacpp.config.arguments import parse_run
 from megacpp.kernels.backend import PLAIN_KERNELS
 from parallel.simulate import gpu_stand_ins
+from parallel.simulate.cpu_attention import cpu_attention
 from parallel.simulate.gpu_stand_ins import traced_kernels
 from parallel.simulate.library_stand_ins import mimo
 
@@ -50,6 +54,37 @@ def test_gradients_are_of_their_inputs(groups: int, fused: bool, packed: bool) -
         unused = not fused and name in ("MIMO_Out", "Z", "MIMO_Z")
         assert (x.grad is None) == unused, name
         assert unused or (x.grad is not None and x.grad.shape == x.shape), name
+
+
+def allocated(given: Mapping[str, Tensor | None], **options: Any) -> list[int]:
+    """Return bytes of the storages that attention makes, forward and backward."""
+    masked = {name: t.detach().requires_grad_() for name, t in given.items() if t is not None}
+    if "attn_mask" in masked:
+        masked["attn_mask"].requires_grad_(False)
+    with Meter(nn.Module(), flops=False) as meter:
+        F.scaled_dot_product_attention(**masked, **options).sum().backward()  # type: ignore[arg-type]
+    return [alloc.bytes for alloc in meter.allocations]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("values", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_without_values(masked: bool, heads: int, values: int, dtype: Any) -> None:
+    """The meta device allocates what a CPU does: fused, and unfused for values of other dims."""
+    new = partial(torch.zeros, dtype=dtype)
+    given = {
+        "query": new(2, T, 4, 8).transpose(1, 2),
+        "key": new(2, T, heads, 8).transpose(1, 2),
+        "value": new(2, T, heads, values).transpose(1, 2),
+        "attn_mask": new(1, 1, T, T) if masked else None,
+    }
+    options = {"is_causal": not masked, "enable_gqa": heads < 4, "scale": 0.5}
+    here = allocated(given, **options)
+    with cpu_attention():
+        given = {name: None if t is None else t.to("meta") for name, t in given.items()}
+        there = allocated(given, **options)
+    assert here == there
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -192,7 +192,7 @@ def _sdpa(
 ) -> Tensor:
     """Run torch's fused attention: memory linear in T wherever a fused kernel takes the shapes."""
     value_dim = v_BSKV.shape[-1]
-    if q_BTNH.device.type == "cpu" and value_dim != q_BTNH.shape[-1]:
+    if q_BTNH.device.type in ("cpu", "meta") and value_dim != q_BTNH.shape[-1]:
         from megacpp.kernels.attention.padded import pad_to_one_dim, padded_attention
 
         if not torch.compiler.is_compiling() and q_BTNH.numel() and k_BSKH.numel():

@@ -121,6 +121,16 @@ def chunk_rows(x_ND: Tensor, weight_VD: Tensor, backend: str = "torch") -> int:
     return min(max(1, len(x_ND)), 1 << (wanted - 1).bit_length())
 
 
+def token_spans(tokens: int, rows: int) -> list[slice]:
+    """Return chunks of `rows` tokens; no token is one empty chunk, which sets dW.
+
+    Args:
+        tokens: number of tokens.
+        rows: tokens of a chunk; the last one may have fewer.
+    """
+    return [slice(start, start + rows) for start in range(0, max(1, tokens), rows)]
+
+
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
     """Return `cap * tanh(logits / cap)`, or the logits, of any shape, when `cap` is None.
 
@@ -223,8 +233,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else None
         )
         chunks = []
-        for start in range(0, max(1, len(x_ND)), rows):  # an empty one sets dW where no token is
-            part = slice(start, start + rows)
+        for part in token_spans(len(x_ND), rows):
             weight_n = None if weight_N is None else weight_N[part]
             x_nD, want = x_ND[part], want_x or want_weight
             found, g_nV = go_over(x_nD, w_VD, target_N[part], weight_n, terms, want)
@@ -233,7 +242,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if dx_ND is not None:
                     torch.mm(g_nV, w_VD, out=dx_ND[part])
                 if dw_VD is not None:
-                    accumulate(dw_VD, g_nV, x_nD, first=start == 0)
+                    accumulate(dw_VD, g_nV, x_nD, first=part.start == 0)
             del g_nV  # before the next chunk is made: one at a time
         dw_VD = None if dw_VD is None else dw_VD.to(weight_VD.dtype)
         ctx.save_for_backward(dx_ND, dw_VD)  # type: ignore[arg-type]
