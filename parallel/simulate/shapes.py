@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.utils import _pytree as pytree
 
 # Size, strides, dtype and device of a new tensor, alone in its storage.
@@ -27,6 +32,8 @@ class ResultShapes:
 
     def __init__(self) -> None:
         self._known: dict[Any, Known] = {}
+        # Size, strides and offset of views of fake tensors; false: the operator must run.
+        self._views: dict[Any, Any] = {}
 
     def run(
         self,
@@ -44,7 +51,9 @@ class ResultShapes:
             fake: mode in which tensors are fake.
         """
         if not _told_by_shapes(func):
-            return func(*args, **kwargs)
+            if fake is None or not _is_view(func):
+                return func(*args, **kwargs)
+            return self._view(func, args, kwargs, fake)
         try:
             words = _key(tuple(kwargs.items())) if kwargs else ()
             key = func, _key(args), words, torch.get_default_dtype()
@@ -63,6 +72,40 @@ class ResultShapes:
             kind, layouts = known
             return kind(None if one is None else _made(one, fake) for one in layouts)
         return _made(known, fake)
+
+    def _view(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fake: FakeTensorMode
+    ) -> Any:
+        """Return a view of a fake tensor; the meta device makes its own as fast as any other."""
+        given = args[0]
+        try:
+            key = func, _key(args), _key(tuple(kwargs.items())), given.storage_offset()
+        except TypeError:
+            return func(*args, **kwargs)
+        known = False if given.is_conj() or given.is_neg() else self._views.get(key)
+        if known is None:
+            out = func(*args, **kwargs)
+            known = False
+            if out.dtype == given.dtype and not (out.is_conj() or out.is_neg()):
+                known = out.shape, out.stride(), out.storage_offset()
+            self._views[key] = known
+            return out
+        if known is False:
+            return func(*args, **kwargs)
+        with in_kernel_invocation_manager(fake):
+            elem = given.as_strided(*known)
+        return FakeTensor(fake, elem, given.fake_device)
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Return whether the result is one tensor in the memory of the first argument."""
+    if func.namespace != "aten" or len(func._schema.returns) != 1:
+        return False
+    result, aliases = func._schema.returns[0], [a.alias_info for a in func._schema.arguments]
+    shared = [number for number, alias in enumerate(aliases) if alias is not None]
+    read = result.alias_info is not None and not result.alias_info.is_write
+    return str(result.type) == "Tensor" and read and shared == [0]
 
 
 @cache

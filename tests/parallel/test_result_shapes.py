@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from parallel.simulate.shapes import ResultShapes
@@ -67,7 +68,7 @@ def look(one: Any, arguments: list[Tensor]) -> Any:
     owners = [a.untyped_storage()._cdata for a in arguments]
     shared = owners.index(storage._cdata) if storage._cdata in owners else None
     same = next((i for i, a in enumerate(arguments) if a is one), None)
-    layout = one.shape, one.stride(), one.storage_offset(), storage.nbytes()
+    layout = one.shape, one.stride(), one.storage_offset(), storage.nbytes(), one.is_conj()
     return layout, one.dtype, one.device, shared, same
 
 
@@ -119,26 +120,40 @@ def test_what_is_no_tensor_of_its_own_is_run_again(call: Any) -> None:
     assert len(calls) == 3
 
 
+def fake_calls(device: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    """Return operators with arguments, in an order in which one could take another's result."""
+    x, turning = torch.empty(4, 6, dtype=dtype, device=device), torch.empty(2, 3).to(torch.cfloat)
+    three, unknown = torch.tensor(3.0), torch.empty(())
+    return [
+        (aten.add.Tensor, x.t(), x.t()),
+        (aten.topk.default, x, 2),
+        (aten.add_.Tensor, x, x),
+        (aten.view.default, x, [24]),
+        (aten.slice.Tensor, x.narrow(1, 0, 5), 1, 2, 5),
+        (aten.slice.Tensor, x.narrow(1, 1, 5), 1, 2, 5),
+        (aten.t.default, x),
+        (aten.detach.default, three),
+        (aten.view.dtype, x, torch.int16),
+        (aten._conj.default, turning.conj()),
+        (aten._conj.default, turning),
+        (aten.t.default, turning.conj()),
+        (aten.mul.Tensor, unknown, unknown),
+        (aten.mul.Tensor, three, three),
+    ]
+
+
 def test_remembered_fake_tensors_are_those_of_torch() -> None:
     """A fake tensor reports the device that it stands for; one that is known to be 3.0 is run."""
     shapes, fake = ResultShapes(), FakeTensorMode()
-    for _ in range(3):
-        for dtype in (torch.float32, torch.bfloat16):
-            with fake:
-                x = torch.empty(4, 6, dtype=dtype, device="cuda" if dtype.itemsize == 2 else "cpu")
-                three, unknown = torch.tensor(3.0), torch.empty(())
-                for op, *args in (
-                    *[(aten.add.Tensor, x.t(), x.t()), (aten.topk.default, x, 2)],
-                    *[(aten.add_.Tensor, x, x), (aten.view.default, x, [24])],
-                    *[(aten.mul.Tensor, unknown, unknown), (aten.mul.Tensor, three, three)],
-                ):
-                    wanted = pytree.tree_leaves(op(*args))
-                    found = pytree.tree_leaves(shapes.run(op, tuple(args), {}, fake))
-                    assert [look(one, args[:1]) for one in found] == [
-                        look(one, args[:1]) for one in wanted
-                    ]
-                    known = [one.constant is None for one in found if type(one) is FakeTensor]
-                    assert known == [one.constant is None for one in wanted]
+    for device, dtype in 3 * [*product(("cpu", "cuda"), (torch.float32, torch.bfloat16))]:
+        with fake:
+            for op, *args in fake_calls(device, dtype):
+                arguments: list[Any] = args[:1]
+                wanted = pytree.tree_leaves(op(*args))
+                found = pytree.tree_leaves(shapes.run(op, tuple(args), {}, fake))
+                for one, other in zip(found, wanted, strict=True):
+                    assert look(one, arguments) == look(other, arguments), op
+                    assert (one.constant is None) == (other.constant is None), op
 
 
 def test_what_is_remembered_does_not_run_again() -> None:
