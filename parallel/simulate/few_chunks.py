@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from megacpp.kernels.hyper_connections.reference import token_parts
 from megacpp.kernels.linear_cross_entropy.chunked import (
     ChunkFunction,
     ShardStatistics,
-    Terms,
     chunk_function,
     token_spans,
 )
@@ -79,41 +79,18 @@ def ends_of_tokens(tokens: int, rows: int) -> list[slice]:
     return [*spans[:2], slice(spans[2].start, spans[-2].start), *spans[-2:]]
 
 
-class FewLogits:
-    """Stand-in for a chunk's function: only statistics of chunks longer than the first one."""
-
-    def __init__(self, every: ChunkFunction) -> None:
-        self.every, self.rows = every, 0
-
-    def __call__(
-        self,
-        x_nD: Tensor,
-        w_vD: Tensor,
-        target_n: Tensor,
-        weight_n: Tensor | None,
-        terms: Terms,
-        want: bool,
-    ) -> tuple[ShardStatistics, Tensor | None]:
-        """Return statistics of n tokens, and their logits' gradient if there are a chunk's.
-
-        Args:
-            x_nD: hidden states.
-            w_vD: words.
-            target_n: numbers of words.
-            weight_n: factors of losses.
-            terms: of a token's loss.
-            want: the gradient is wanted.
-        """
-        self.rows = self.rows or len(x_nD)
-        if len(x_nD) <= self.rows:
-            return self.every(x_nD, w_vD, target_n, weight_n, terms, want)
-        dtype = torch.promote_types(x_nD.dtype, torch.float32)
-        return ShardStatistics(*(x_nD.new_empty(len(x_nD), dtype=dtype) for _ in range(3))), None
-
-
 def few_logits(backend: str) -> ChunkFunction:
-    """Stand-in for `chunk_function`."""
-    return FewLogits(chunk_function(backend))
+    """Stand-in for `chunk_function`: chunks longer than the first one have statistics alone."""
+    every, rows = chunk_function(backend), list[int]()
+
+    def chunk(x_nD: Tensor, *rest: Any) -> tuple[ShardStatistics, Tensor | None]:
+        rows.append(len(x_nD))
+        if rows[-1] <= rows[0]:
+            return every(x_nD, *rest)
+        dtype = torch.promote_types(x_nD.dtype, torch.float32)
+        return ShardStatistics(*(x_nD.new_empty(rows[-1], dtype=dtype) for _ in range(3))), None
+
+    return chunk  # type: ignore[return-value]
 
 
 # Original and stand-in.
