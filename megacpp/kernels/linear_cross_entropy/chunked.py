@@ -122,12 +122,7 @@ def chunk_rows(x_ND: Tensor, weight_VD: Tensor, backend: str = "torch") -> int:
 
 
 def token_spans(tokens: int, rows: int) -> list[slice]:
-    """Return chunks of `rows` tokens; no token is one empty chunk, which sets dW.
-
-    Args:
-        tokens: number of tokens.
-        rows: tokens of a chunk; the last one may have fewer.
-    """
+    """Return chunks of `rows` tokens; no token is one empty chunk, which sets dW."""
     return [slice(start, start + rows) for start in range(0, max(1, tokens), rows)]
 
 
@@ -227,11 +222,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         want_x, want_weight = (grad and needed for needed in ctx.needs_input_grad[:2])  # type: ignore[attr-defined]
         w_VD = weight_VD.to(x_ND.dtype)
         dx_ND = torch.empty_like(x_ND) if want_x else None
-        dw_VD = (
-            torch.empty_like(w_VD, dtype=torch.promote_types(x_ND.dtype, torch.float32))
-            if want_weight
-            else None
-        )
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        dw_VD = torch.empty_like(w_VD, dtype=wide) if want_weight else None
         chunks = []
         for part in token_spans(len(x_ND), rows):
             weight_n = None if weight_N is None else weight_N[part]
