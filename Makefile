@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PINS := $(VENV)/constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS)
 RUN := OMP_NUM_THREADS=1
-SITE := mkdocs==1.6.1 mkdocs-material==9.8.2
+SITE := mkdocs==1.6.1 mkdocs-material==9.8.2 mkdocstrings-python==2.0.11 latex2mathml
 # Ranks are forked from the tests' process, which CUDA forbids: `make gpu` has the GPU's tests.
 HIDE := CUDA_VISIBLE_DEVICES=
 # glibc keeps freed memory instead of giving it back to the system between operations.

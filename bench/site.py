@@ -14,12 +14,25 @@ import re
 import shutil
 from pathlib import Path
 
+from latex2mathml.converter import convert
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SITE = ROOT / "build/site"
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 LISTED = re.compile(r"(?:^- (?:\d+ · )?|^\d+\. |(?<=\), ))\[([^\]]+)\]\(([^)#]+\.md)\)", re.M)
 FENCED = re.compile(r"(^```.*?^```$)", re.M | re.S)
+FORMULA = re.compile(r"^```math\n(.*?)^```$", re.M | re.S)
+FUNCTION = re.compile(r"^\| \[`(\w+)`\]\(\.\./\.\./([\w/]+)\.py\)", re.M)
+DOCSTRINGS = {
+    "docstring_section_style": "list",
+    "heading_level": 2,
+    "separate_signature": True,
+    "show_root_heading": True,
+    "show_root_full_path": False,
+    "show_signature_annotations": True,
+    "show_source": False,
+}
 SETTINGS = {
     "site_name": "megacpp",
     "site_description": "A trainer for hybrid language models in plain PyTorch.",
@@ -56,7 +69,10 @@ SETTINGS = {
             )
         ],
     },
-    "plugins": ["search"],
+    "plugins": [
+        "search",
+        {"mkdocstrings": {"handlers": {"python": {"paths": [str(ROOT)], "options": DOCSTRINGS}}}},
+    ],
     "markdown_extensions": [
         "tables",
         "md_in_html",
@@ -72,6 +88,8 @@ STYLE = """\
 .md-grid { max-width: 82rem; }
 .md-typeset pre > code { font-size: .72rem; }
 .md-typeset img { max-width: 100%; height: auto; }
+.md-typeset .formula { overflow-x: auto; margin: 1em 0; }
+.md-typeset .formula math { margin: .5em 0; }
 .md-typeset abbr { border-bottom-color: var(--md-default-fg-color--lightest); }
 """
 TERM = re.compile(r"^\| (\*\*[^|]+) \| ([^|]+) \| [^|]+ \|$", re.M)
@@ -130,8 +148,29 @@ def within(text: str, page: Path, wanted: set[Path]) -> str:
             there = code_page(target)
         return f"{found[1]}{os.path.relpath(there, here)}{found[3]}"
 
-    parts = FENCED.split(text.replace("<details>", "<details markdown>"))
+    text = FORMULA.sub(rendered, text.replace("<details>", "<details markdown>"))
+    parts = FENCED.split(text)
     return "".join(part if part.startswith("```") else LINK.sub(moved, part) for part in parts)
+
+
+def rendered(formula: re.Match[str]) -> str:
+    """Return lines of LaTeX as MathML, which browsers draw without a script."""
+    lines = formula[1].strip().splitlines()
+    return f"<div class=formula>{''.join(convert(line, display='block') for line in lines)}</div>"
+
+
+def function_pages(listed: str) -> dict[str, str]:
+    """Return the pages with whole docstrings: path without suffix of a file -> Markdown.
+
+    Args:
+        listed: docs/reference/functions.md, which names a file's functions and classes.
+    """
+    pages: dict[str, str] = {}
+    for name, file in FUNCTION.findall(listed):
+        module = file.replace("/", ".")
+        head = f"# {module}\n\n[Its code](../../../{file}.py) · [every function](../functions.md)\n"
+        pages[file] = f"{pages.get(file, head)}\n::: {module}.{name}\n"
+    return pages
 
 
 def code_text(target: Path) -> str:
@@ -153,11 +192,22 @@ def write() -> int:
     shutil.rmtree(SITE, ignore_errors=True)
     wanted: set[Path] = set()
     pages = sorted(DOCS.rglob("*.md"))
-    for page in pages:
+    texts = {page: page.read_text() for page in pages}
+    listed = DOCS / "reference/functions.md"
+    for file, text in function_pages(texts[listed]).items():
+        module = file.replace("/", ".")
+        texts[DOCS / f"reference/functions/{module}.md"] = text
+        texts[listed] = re.sub(
+            rf"^(\| \[`(\w+)`\]\()\.\./\.\./{file}\.py\)",
+            rf"\1functions/{module}.md#{module}.\2)",
+            texts[listed],
+            flags=re.M,
+        )
+    for page, text in texts.items():
         there = out / place(str(page.relative_to(DOCS)))
         there.parent.mkdir(parents=True, exist_ok=True)
         words = "" if page.name == "notation.md" else meanings()
-        there.write_text(within(page.read_text(), page, wanted) + words)
+        there.write_text(within(text, page, wanted) + words)
     for picture in DOCS.rglob("*.svg"):
         there = out / picture.relative_to(DOCS)
         there.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +224,7 @@ def write() -> int:
     # JSON is YAML.
     settings = SETTINGS | {"nav": navigation()}
     (SITE / "mkdocs.yml").write_text(json.dumps(settings, indent=1) + "\n")
-    return len(pages) + len(wanted)
+    return len(texts) + len(wanted)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,10 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
+    def picture(self) -> bytes:
+        """Return a PNG of the window."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+
     def press(self, key: str) -> None:
         """Press a key on what has the focus."""
         codes = {"ArrowRight": 39, "End": 35, "Home": 36, "Tab": 9}

@@ -1,18 +1,39 @@
-"""Site that `make site` built, in a real browser at two widths: nothing overflows, no error."""
+"""Site that `make site` built, in a real browser at two widths: nothing overflows, no error.
+
+Screenshots of a few pages are compared with those in tests/docs/looks, which
+`python -m pytest tests/docs/test_built_site.py --update-docs` takes again.
+"""
 
 from __future__ import annotations
 
 import functools
+import io
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from PIL import Image, ImageChops, PngImagePlugin
 
 from bench.site import SITE
 from tests.docs.browser import BROWSER, Browser
 
 HTML = SITE / "html"
+LOOKS = Path(__file__).parent / "looks"
+# Page, what is in the middle of the window, width and colours: each kind of content once.
+SHOTS = [
+    ("index", "h1", 1280, "light"),
+    ("10-the-mesh", "p img", 1280, "dark"),
+    ("05-mamba3", ".formula", 1280, "light"),
+    ("05-mamba3", ".formula", 390, "dark"),
+    ("23-planning", "details", 390, "light"),
+    ("reference/functions/parallel.mesh", "h2", 1280, "dark"),
+    ("notation", "table", 390, "light"),
+]
+GREY, SHARE = 48, 0.02  # a pixel of another grey; the most of them that a look may have
 PAGES = sorted(p for p in HTML.rglob("*.html") if "code" not in p.relative_to(HTML).parts)
 pytestmark = [
     pytest.mark.skipif(not BROWSER, reason="NO PAGE WAS LOOKED AT: this machine has no Chromium"),
@@ -49,3 +70,39 @@ def test_every_page_fits_and_is_free_of_errors(address: str, width: int) -> None
             if (wider := browser.overflow()) > 0 or browser.errors:
                 wrong[str(page.relative_to(HTML))] = wider, list(browser.errors)
     assert wrong == {}
+
+
+def drawn_by() -> str:
+    """Return the browser and the font that draw a page: others draw it otherwise."""
+    commands = [[BROWSER or "", "--version"]]
+    commands += [["fc-match", name] for name in ("sans-serif", "monospace", "math")]
+    found = [
+        subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        for command in commands
+        if shutil.which(command[0])
+    ]
+    return "; ".join(found)
+
+
+def test_pages_look_as_they_did(address: str, request: pytest.FixtureRequest) -> None:
+    """Compare grey pictures of a quarter of the size, so that the edges of letters don't count."""
+    by, wrong = drawn_by(), {}
+    with Browser() as browser:
+        for page, middle, width, scheme in SHOTS:
+            browser.open(f"{address}/{page}.html", width, scheme)
+            browser.run(f"document.querySelector('{middle}').scrollIntoView({{block: 'center'}})")
+            browser.overflow()
+            look = Image.open(io.BytesIO(browser.picture())).convert("L").reduce(4)
+            stored = LOOKS / f"{page.replace('/', '-')}-{width}-{scheme}.png"
+            if request.config.getoption("--update-docs"):
+                note = PngImagePlugin.PngInfo()
+                note.add_text("drawn by", by)
+                look.save(stored, pnginfo=note, optimize=True)
+            before = Image.open(stored)
+            if before.info["drawn by"] != by:
+                pytest.skip(f"NO LOOK WAS COMPARED: they are of {before.info['drawn by']}")
+            grey = ImageChops.difference(look, before).histogram()
+            if sum(grey[GREY:]) > SHARE * sum(grey):
+                wrong[stored.name] = sum(grey[GREY:]) / sum(grey)
+                look.save(SITE / stored.name)
+    assert wrong == {}, f"see {SITE}; --update-docs takes them again if that is meant"

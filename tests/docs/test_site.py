@@ -47,8 +47,29 @@ def test_every_page_is_in_the_navigation(built: Path) -> None:
     assert missing == []
     pages = {str(p.relative_to(built / "docs")) for p in (built / "docs").rglob("*.md")}
     # The index of a folder lists these itself.
-    within = {p for p in pages if p.startswith(("code/", "assignments/", "launch/"))}
+    within = {
+        p
+        for p in pages
+        if p.startswith(("code/", "assignments/", "launch/", "reference/functions/"))
+    }
     assert pages - within == linked - within
+
+
+def test_formulas_are_drawn(built: Path) -> None:
+    """By the browser itself: MathML."""
+    pages = {page.name: page.read_text() for page in (built / "docs").glob("[0-9]*.md")}
+    assert sum(text.count("<math ") for text in pages.values()) >= 15
+    assert not any("```math" in text for text in pages.values())
+    assert "<msub><mi>p</mi><mi>v</mi></msub>" in pages["27-token-order.md"]
+
+
+def test_a_listed_function_leads_to_its_docstring(built: Path) -> None:
+    listed = (built / "docs/reference/functions.md").read_text()
+    links = re.findall(r"^\| \[`(\w+)`\]\((functions/([\w.]+)\.md)#([\w.]+)\)", listed, re.M)
+    assert len(links) > 150
+    for name, page, module, anchor in links:
+        assert anchor == f"{module}.{name}"
+        assert f"\n::: {anchor}\n" in (built / "docs/reference" / page).read_text()
 
 
 def flat(entry: object) -> list[str]:
