@@ -51,8 +51,8 @@ train: setup  ## prepare the default corpus once, then train the tiny hybrid on 
 	@$(BIN)/megacpp data prepare
 	$(RUN) $(KEEP) $(BIN)/torchrun --standalone --nproc-per-node=2 train.py tiny
 
-test: $(VENV)/.test  ## the whole CPU test suite (TORCH=2.15.0: that torch; CPU=default: a CPU without vector units)
-	$(RUN) $(HIDE) $(AS_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile
+test: $(VENV)/.test  ## the whole CPU test suite (TORCH=2.15.0: that torch; CPU=default: a CPU without vector units; PART=0/3: a third of the cases of grids)
+	$(RUN) $(HIDE) $(AS_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile $(if $(PART),--part $(PART))
 
 check: $(VENV)/.test  ## the fast part of the suite, each room touched: about 90 seconds on two idle cores
 	$(RUN) $(HIDE) $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/,$(CHECK))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import GRIDS, in_part
+
 ROOT = Path(__file__).parents[1]
 # Modules of packages whose names differ.
 MODULES = {"pyyaml": "yaml", "lm-eval": "lm_eval", "transformer-engine": "transformer_engine"}
@@ -68,3 +70,13 @@ def test_no_extra_and_no_pin_brings_flash_linear_attention() -> None:
     names = {name_of(line).lower().replace("_", "-") for line in lines}
     assert {"transformers", "torch"} <= names
     assert not names & {"fla", "fla-core", "flash-linear-attention"}
+
+
+def test_parts_of_grids_are_each_in_one_part() -> None:
+    cases = [f"{folder}test_x.py::test_y[{n}]" for folder in GRIDS[:1] for n in range(300)]
+    parts = [{case for case in cases if in_part(case, f"{k}/3")} for k in range(3)]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 300 and min(map(len, parts)) > 80
+    assert all(in_part(case, "0/1") for case in cases)
+    assert in_part("tests/memory/test_x.py::test_y", "1/3"), "a test without cases is in all"
+    assert in_part("tests/run/test_x.py::test_y[2]", "1/3"), "so is one outside of grids"
+    assert all((ROOT / path).exists() for path in GRIDS)

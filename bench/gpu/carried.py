@@ -82,7 +82,8 @@ def unpack(carried: Path, out: Path, work: Path) -> None:
     if parts := sorted(carried.glob(f"{PARTS}*")):
         packed = io.BytesIO(b"".join(part.read_bytes() for part in parts))
         with tarfile.open(fileobj=packed, mode="r:gz") as content:
-            content.extractall(work, filter="data")
+            content.extraction_filter = getattr(tarfile, "data_filter", None)  # from 3.11.4 on
+            content.extractall(work)
     for name in RESULTS:
         if (carried / name).is_file() and not (out / name).exists():
             shutil.copyfile(carried / name, out / name)
