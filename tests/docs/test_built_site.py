@@ -65,6 +65,8 @@ def test_every_page_fits_and_is_free_of_errors(address: str, width: int) -> None
     wrong = {}
     with Browser() as browser:
         for page in PAGES:
+            if width > 1000 and page.parent.name == "functions":
+                continue  # a hundred pages made alike: narrow windows are where they may not fit
             browser.errors.clear()
             browser.open(f"{address}/{page.relative_to(HTML)}", width)
             if (wider := browser.overflow()) > 0 or browser.errors:
