@@ -14,8 +14,6 @@ import re
 import shutil
 from pathlib import Path
 
-from latex2mathml.converter import convert
-
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SITE = ROOT / "build/site"
@@ -155,12 +153,14 @@ def within(text: str, page: Path, wanted: set[Path]) -> str:
 
 def rendered(formula: re.Match[str]) -> str:
     """Return lines of LaTeX as MathML, which browsers draw without a script."""
+    from latex2mathml.converter import convert
+
     lines = formula[1].strip().splitlines()
     return f"<div class=formula>{''.join(convert(line, display='block') for line in lines)}</div>"
 
 
 def function_pages(listed: str) -> dict[str, str]:
-    """Return the pages with whole docstrings: path without suffix of a file -> Markdown.
+    """Return the pages with whole docstrings: module -> Markdown.
 
     Args:
         listed: docs/reference/functions.md, which names a file's functions and classes.
@@ -169,8 +169,14 @@ def function_pages(listed: str) -> dict[str, str]:
     for name, file in FUNCTION.findall(listed):
         module = file.replace("/", ".")
         head = f"# {module}\n\n[Its code](../../../{file}.py) · [every function](../functions.md)\n"
-        pages[file] = f"{pages.get(file, head)}\n::: {module}.{name}\n"
+        pages[module] = f"{pages.get(module, head)}\n::: {module}.{name}\n"
     return pages
+
+
+def to_function_page(row: re.Match[str]) -> str:
+    """Return the start of a row of functions.md with a link to the docstring, not the file."""
+    module = row[2].replace("/", ".")
+    return f"| [`{row[1]}`](functions/{module}.md#{module}.{row[1]})"
 
 
 def code_text(target: Path) -> str:
@@ -194,15 +200,9 @@ def write() -> int:
     pages = sorted(DOCS.rglob("*.md"))
     texts = {page: page.read_text() for page in pages}
     listed = DOCS / "reference/functions.md"
-    for file, text in function_pages(texts[listed]).items():
-        module = file.replace("/", ".")
-        texts[DOCS / f"reference/functions/{module}.md"] = text
-        texts[listed] = re.sub(
-            rf"^(\| \[`(\w+)`\]\()\.\./\.\./{file}\.py\)",
-            rf"\1functions/{module}.md#{module}.\2)",
-            texts[listed],
-            flags=re.M,
-        )
+    made = function_pages(texts[listed])
+    texts |= {DOCS / f"reference/functions/{module}.md": text for module, text in made.items()}
+    texts[listed] = FUNCTION.sub(to_function_page, texts[listed])
     for page, text in texts.items():
         there = out / place(str(page.relative_to(DOCS)))
         there.parent.mkdir(parents=True, exist_ok=True)

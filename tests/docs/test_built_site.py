@@ -16,7 +16,6 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from PIL import Image, ImageChops, PngImagePlugin
 
 from bench.site import SITE
 from tests.docs.browser import BROWSER, Browser
@@ -88,6 +87,9 @@ def drawn_by() -> str:
 
 def test_pages_look_as_they_did(address: str, request: pytest.FixtureRequest) -> None:
     """Compare grey pictures of a quarter of the size, so that the edges of letters don't count."""
+    pytest.importorskip("PIL", reason="needs Pillow")
+    from PIL import Image, ImageChops, PngImagePlugin
+
     by, wrong = drawn_by(), {}
     with Browser() as browser:
         for page, middle, width, scheme in SHOTS:
