@@ -56,7 +56,9 @@ def test_every_row_is_on_one_rank_once(
     record_property("uneven shares of held-out rows, each counted once", 1)
 
 
-def test_the_loss_of_uneven_rows_is_that_of_the_rows_one_by_one(held_out: Corpus) -> None:
+def test_the_loss_of_uneven_rows_is_that_of_the_rows_one_by_one(
+    held_out: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows 0 to 6 alone, in batches of 2 and of 3, and on three ranks: the same sums in fp64."""
     torch.manual_seed(0)
     model = build_model(config_of(7, 1), World(0, 1, torch.device("cpu")))
@@ -80,3 +82,6 @@ def test_the_loss_of_uneven_rows_is_that_of_the_rows_one_by_one(held_out: Corpus
     )
     assert values["loss"] == pytest.approx(sum(nll) / targets, rel=1e-12)
     assert values["target_bytes"] == text and values["complete"] == 0
+    assert values["xz_bits_per_byte"] == held_out.xz_bits_per_byte()
+    monkeypatch.setitem(held_out.index["splits"]["validation"], "xz_bits_per_byte", None)
+    assert "xz_bits_per_byte" not in evaluate(boundary.evaluate, [], held_out)

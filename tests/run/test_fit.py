@@ -20,6 +20,7 @@ from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, knobs_betw
 from megacpp.launch.trial import (
     SETTINGS,
     TrialCommand,
+    _until_over,
     arguments_of,
     out_of_memory,
     trial_command,
@@ -364,3 +365,13 @@ def test_other_ranks_take_what_the_first_one_chose(monkeypatch: pytest.MonkeyPat
     peers.tell("order/2", {"go": list(words)})
     assert _follow(peers, 8) == parse_run(list(words), 8).config
     assert ran == [trial]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_other_ranks_hear_of_a_trial_that_failed_here(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    peers, child = RankStore(), SimpleNamespace(poll=lambda: code)
+    assert _until_over(child, "1/failed", peers) == (code, False)  # type: ignore[arg-type]
+    assert peers.told("1/failed") == bool(code)

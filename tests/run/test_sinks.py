@@ -7,7 +7,9 @@ import importlib
 import importlib.util
 import json
 import os
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +64,14 @@ def test_tensorboard_has_every_figure_the_settings_and_the_sample(run: tuple[Pat
     assert settings["model.pattern"].string_value == "AMERF"
     assert len(settings) == len(settings_of(Config()))
     assert "_hparams_/session_end_info" not in board.summary_metadata, "it says how a run ended"
+
+
+def test_a_log_closes_its_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    sinks = [SimpleNamespace(close=partial(closed.append, name)) for name in "ab"]
+    monkeypatch.setattr("megacpp.run.metrics.open_sinks", lambda *_: sinks)
+    MetricsLog(tmp_path, Config(run=RunConfig(steps=1)), 0, active=True).close()
+    assert closed == ["a", "b"]
 
 
 def test_a_trace_names_the_parts_of_its_steps(run: tuple[Path, str]) -> None:

@@ -84,6 +84,12 @@ def test_a_norm_that_overflows_is_no_value_that_does() -> None:
     assert unsound({"w": narrow}) == "w has 1 values that are not finite"
 
 
+def test_further_tensors_are_counted() -> None:
+    bad = torch.tensor([1.0, float("nan")])
+    assert unsound({"w": bad, "v": bad}).endswith(" not finite (and 1 further tensors)")
+    assert unsound({"w": bad, "v": torch.ones(2)}).endswith(" not finite")
+
+
 def test_a_shard_of_one_rank_is_named_on_all() -> None:
     def body(rank: int, world: int) -> str:
         state = toy_state(seed=1)

@@ -1,0 +1,27 @@
+"""Words of a step that isn't applied."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megacpp.run.step_status import StepStatus
+
+SOUND = StepStatus(1.5, 2.25, 9.0, 4, 16, 0, True, True, {}, None, (), 0, None, {})
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (SOUND, ""),
+        (replace(SOUND, valid_tokens=0), "no label counts"),
+        (replace(SOUND, nonfinite=1024), "1,024 gradient values are not finite"),
+        (replace(SOUND, loss=math.inf, finite=False), "gradient norm 1.5, loss inf"),
+        (replace(SOUND, nonfinite=1, finite=False), "1 gradient values are not finite"),
+    ],
+)
+def test_a_step_says_what_is_wrong(status: StepStatus, words: str) -> None:
+    assert status.trouble == words
+    assert status.clean == (words in ("", "no label counts"))
