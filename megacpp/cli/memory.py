@@ -11,7 +11,7 @@ from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting
-from megacpp.memory.budget import as_run
+from megacpp.memory.budget import as_planned
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.stream import Stream
 from megacpp.terminal.screen import check_writable, table, wrapped
@@ -101,8 +101,7 @@ def trace(args: TraceArgs, words: list[str]) -> int:
     size, rank = args.place
     config = parse_run(words, size).config
     timeline = check_writable("timeline", Path(args.timeline)) if args.timeline else None
-    device = "cpu" if config.train.device == "cpu" else "cuda"
-    config = as_run(config, device, narrow=device == "cuda")
+    config = as_planned(config)
     from megacpp.cli.follow import following
     from megacpp.cli.trace import trace_step, traced_blocks
 

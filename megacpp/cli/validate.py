@@ -14,7 +14,7 @@ from megacpp.config.mix import data_setting
 from megacpp.config.schema import Config
 from megacpp.config.settings import as_json, setting, settings_of
 from megacpp.errors import MegacppError
-from megacpp.memory.budget import BRIEF, GIB, as_run, fullest, words
+from megacpp.memory.budget import BRIEF, GIB, as_planned, fullest, words
 from megacpp.memory.fixes import memory_error
 from megacpp.terminal.screen import wrapped
 
@@ -126,8 +126,7 @@ def _memory(config: Config, world_size: int) -> tuple[dict[str, Any] | None, lis
     given = config.memory
     if not given.device_gib:
         return None, []
-    device = "cpu" if config.train.device == "cpu" else "cuda"
-    config = as_run(config, device, narrow=device == "cuda")
+    config = as_planned(config)
     budget = int(given.device_gib * GIB * (1 - given.headroom))
     rank, needs = fullest(config, world_size, budget)
     refused: list[MegacppError] = []

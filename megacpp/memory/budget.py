@@ -58,6 +58,15 @@ def as_run(config: Config, device: str, narrow: bool) -> Config:
     return replace(settled, kernels=planned_kernels(settled, train.device))
 
 
+def as_planned(config: Config) -> Config:
+    """Return the configuration as a run on a GPU that computes in bf16 resolves it.
+
+    With `train.device=cpu` it is resolved as on a CPU.
+    """
+    device = "cpu" if config.train.device == "cpu" else "cuda"
+    return as_run(config, device, narrow=device == "cuda")
+
+
 def words(size_bytes: float) -> str:
     """Return bytes as text: `12.3 GiB`, or in MiB below a tenth of a GiB."""
     if abs(size_bytes) < GIB / 10:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megacpp.config.schema import Config, MeshConfig
-from megacpp.memory.budget import BRIEF, EstimateFunction
+from megacpp.memory.budget import BRIEF, EstimateFunction, as_planned
 from megacpp.memory.estimate import MemoryEstimate
 from megacpp.memory.plan_space import (
     Policy,
@@ -360,7 +360,7 @@ class _Looks:
         """Return the rank that needs most, its estimate, and the worst verdict of all ranks."""
         search, worst, found = self.search, FITS, []
         for rank in self.ranks:
-            needs = search.estimator(config, search.world, rank, search.budget)
+            needs = search.estimator(as_planned(config), search.world, rank, search.budget)
             worst = max(worst, MISFITS[needs.verdict])
             found.append((needs.point, rank, needs))
             if worst == TOO_LARGE:

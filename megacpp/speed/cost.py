@@ -49,10 +49,17 @@ class Cost:
         if self.price:
             money = self.money(time)
             what = "" if self.tokens else "1,000,000,000 tokens "
-            parts.append(f"{what}cost {money:,.0f} ({low * money:,.0f} to {high * money:,.0f})")
+            parts.append(
+                f"{what}cost {amount(money)} ({amount(low * money)} to {amount(high * money)})"
+            )
         return " and ".join(parts)
 
 
 def span(hours: float) -> str:
     """Return hours as text, in days if they are many."""
     return f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:,.1f} hours"
+
+
+def amount(money: float) -> str:
+    """Return a price as text, with a decimal where it is small."""
+    return f"{money:,.0f}" if money >= 10 else f"{money:.1f}"

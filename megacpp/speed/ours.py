@@ -21,6 +21,7 @@ from typing import NamedTuple
 from megacpp.blocks.experts.rows import expert_rows
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import CheckpointingPolicy, Config
+from megacpp.memory.budget import as_planned
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import Place, held, kinds_of
 from megacpp.memory.forms.traced import TracedPart, request_of
@@ -108,14 +109,14 @@ def step_work(
     """Return the work of an optimizer step of one rank.
 
     Args:
-        config: resolved for `size` ranks.
+        config: resolved for `size` ranks; what is `auto` is taken as on a GPU.
         size: number of ranks.
         generation: of the GPU, which decides attention's kernel.
         per_node: GPUs of a node.
         actions: of a pipeline's schedule that splits the backward, from torch.
         least: memory-bound work is that of one rank, divided evenly; no mesh is traced.
     """
-    config = as_scheduled(config)
+    config = as_planned(as_scheduled(config))
     mesh, train = config.mesh, config.train
     own = LocalShapes.on_rank(config, size, 0)
     plain = replace(train, device_batch_size=1, grad_accum=1, tokens_per_step=0)

@@ -42,9 +42,13 @@ def memory_bound(trace: BlockTrace) -> tuple[Passes, Passes]:
 
 
 def launches(trace: BlockTrace) -> tuple[int, int]:
-    """Return the operators that allocate in a block's forward and in its backward."""
-    before = sum(event > 0 for event in trace.events[: trace.forward])
-    return before, sum(event > 0 for event in trace.events[trace.forward :])
+    """Return the operators that allocate in a block's forward and in its backward.
+
+    What is made once for all layers isn't counted.
+    """
+    passes = (trace.events[: trace.forward], trace.events[trace.forward :])
+    first, second = (sum(n > 0 and trace.roles[n - 1] != "b" for n in events) for events in passes)
+    return first, second
 
 
 def _bytes(trace: BlockTrace, events: tuple[int, ...]) -> tuple[float, int]:

@@ -352,3 +352,19 @@ def test_a_model_that_no_axis_divides_still_has_data_parallelism() -> None:
     config = replace(small(), model=model)
     found = plan(config, 6, 10**9, 12 * SEQ, estimator=estimator()).candidates
     assert found and all(c.config.mesh.tp == 1 for c in found)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cpu"])
+def test_memory_is_that_of_the_device_that_will_run(device: str) -> None:
+    """`auto` is a GPU that computes in bf16, with the kernels of a run there."""
+    seen, stand_in = set(), estimator_of_any()
+
+    def needs(config: Config, size: int, rank: int, budget: int | None) -> MemoryEstimate:
+        seen.add((config.train.device, config.precision.dtype, config.kernels.rms_norm))
+        return stand_in(config, size, rank, budget)
+
+    given = replace(small(), train=replace(small().train, device=device))
+    found = plan(given, 2, 10**9, 8 * SEQ, estimator=needs).candidates
+    gpu = "cuda", "bf16", "triton"
+    assert seen == {("cpu", "fp32", "torch") if device == "cpu" else gpu}
+    assert {one.config.kernels for one in found} == {given.kernels}  # the command names none

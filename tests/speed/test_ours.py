@@ -12,6 +12,7 @@ from megacpp.cli.plan_order import Asked, by_speed
 from megacpp.cli.speed import predicted
 from megacpp.config.arguments import parse_run
 from megacpp.memory.block_trace import BlockTrace
+from megacpp.memory.budget import as_run
 from megacpp.memory.plan_space import mesh_is_legal, meshes, policies, row_choices, with_knobs
 from megacpp.memory.traffic import traffic
 from megacpp.model.flops import forward_flops_per_token
@@ -128,7 +129,7 @@ def test_memory_bound_work_reads_operands_and_writes_results() -> None:
 def test_a_compiled_block_moves_less_issues_fewer_operators_and_runs_products_again() -> None:
     """By its graphs: at a budget of 1 no product runs again, at 0 all of them but the last."""
     flags = ["--model.depth", "2", "--model.pattern", "FF", "--data.seq-len", "64"]
-    flags += ["--train.compile"]
+    flags += ["--kernels.rms-norm", "torch", "--train.compile"]
     eager, kept, again = (
         step_work(config_of("dense_110m", *flags, *more), 1, "H100").blocks[1]
         for more in (
@@ -240,7 +241,28 @@ def test_a_plan_is_ordered_by_predicted_speed(capsys: pytest.CaptureFixture[str]
     assert "keeps that order" in " ".join(text.split()) or "the order changes with" in text
     hours = 1e9 / found[0]["predicted"]["tokens_per_s_per_gpu"] / 8 / 3600
     assert f"1,000,000,000 tokens take {hours:.1f} hours" in text
-    assert f"cost {16 * hours:,.0f} (" in " ".join(text.split())
+    assert f"cost {16 * hours:.1f} (" in " ".join(text.split())
+
+
+def test_what_is_auto_is_timed_as_on_a_gpu() -> None:
+    """A plan, which says no device, counts the kernels that the run will take there."""
+    config = parse_run(["dense_110m"], 8).config
+    assert config.train.device == config.kernels.rms_norm == "auto"
+    found = step_work(config, 8, "H100")
+    assert found == step_work(as_run(config, "cuda", narrow=True), 8, "H100")
+    plain = replace(config.kernels, attention="torch", rms_norm="torch", cross_entropy="torch")
+    by_torch = step_work(replace(config, kernels=plain), 8, "H100")
+    both = zip(found.blocks, by_torch.blocks, strict=True)
+    assert all(sum(a.launches) < sum(b.launches) for a, b in both if a.kind in "AF")
+
+
+def test_what_is_made_once_for_all_layers_is_no_launch_of_each() -> None:
+    """FlexAttention's blocks of a mask, under context parallelism."""
+    blocks = [
+        step_work(parse_run(["dense_110m", "--mesh.cp", degree], 8).config, 8, "H100").blocks[1]
+        for degree in "12"
+    ]
+    assert 0 < blocks[1].launches[0] - blocks[0].launches[0] < 5
 
 
 def test_every_configuration_is_timed_before_memory_prunes_any() -> None:
