@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megacpp.cli.main import COMMANDS, main
 from megacpp.config.help import run_help
 from megacpp.config.schema import Config, RunConfig
 from megacpp.errors import ConfigError
 from megacpp.launch.record import print_header
+from megacpp.launch.start import _mesh_line
 from megacpp.run.metrics import MetricsLog, StepRecord
 from megacpp.terminal import progress
 from megacpp.terminal.screen import check_folder, check_writable, columns, labelled, table, wrapped
@@ -129,6 +131,20 @@ def test_the_header_is_wrapped(
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize(
+    ("mesh", "device", "line"),
+    [
+        ({}, "cpu", "one process, no process group, on cpu"),
+        ({"dp_shard": 2, "tp": 1, "ep": 1}, "cpu", "dp_shard 2, FSDP2 over gloo"),
+        ({"dp_shard": 2, "tp": 2, "ep": 1}, "cuda", "dp_shard 2 x tp 2, FSDP2 over NCCL"),
+        ({"dp_shard": 1, "ep": 1}, "cuda", "one rank, FSDP2 over NCCL"),
+        ({"dp_shard": 4, "ep": 2}, "cuda", "dp_shard 4, experts on ep 2 of them, FSDP2 over NCCL"),
+    ],
+)
+def test_the_header_names_the_mesh(mesh: dict[str, int], device: str, line: str) -> None:
+    assert _mesh_line(mesh, torch.device(device)) == line
 
 
 def test_progress_in_a_file_is_a_line_now_and_then(

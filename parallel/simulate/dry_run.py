@@ -218,7 +218,6 @@ class _Step:
     ) -> None:
         self.config, self.world, self.model, self.dependencies = config, world, model, dependencies
         model.to_empty(device=world.device)
-        model.train()
         self.optimizer = dependencies.optimizers(model, config, world.holders)
         self.boundary = FakeBoundary(model, world, config)
         self.batch = fake_batch(config)

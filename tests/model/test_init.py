@@ -17,7 +17,7 @@ import torch._dynamo  # FSDP2 imports it: once here instead of once in every for
 from torch import Tensor, nn
 
 from megacpp.config.presets import PRESETS
-from megacpp.config.schema import Config, MeshConfig, ModelConfig, PrecisionConfig
+from megacpp.config.schema import Config, MeshConfig, ModelConfig, PrecisionConfig, RunConfig
 from megacpp.model.count import meta_model
 from megacpp.model.init import (
     Constant,
@@ -275,6 +275,15 @@ def test_a_tensor_without_a_rule_and_a_rule_without_a_tensor_fail() -> None:
     model.norm.register_buffer("late", torch.zeros(1), persistent=False)
     with pytest.raises(AssertionError, match=r"norm\.late"):
         initialise(model, rules, 0)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7])
+def test_a_model_has_the_values_of_its_seed(seed: int) -> None:
+    config = Config(model=small(), run=RunConfig(seed=seed))
+    model = build_model(config, World(0, 1, CPU))
+    other = meta_model(config.model).to_empty(device=CPU)
+    initialise(other, other.init_rules(), seed)
+    assert all(a.equal(b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_weights_follow_their_rules() -> None:

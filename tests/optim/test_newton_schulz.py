@@ -18,6 +18,7 @@ from optim.newton_schulz import (
 )
 
 SHAPES = [(1, 1), (1, 9), (9, 1), (4, 4), (3, 8), (8, 3), (40, 24), (24, 40), (130, 70), (1, 9000)]
+SHAPES += [(280, 240)]  # large enough to be transposed alone
 # Sides where libraries change over from one kernel to another, odd ones, and several to a call.
 BATCHED = [(16, 64), (15, 33), (9, 64), (7, 77), (11, 22), (8, 56), (17, 34), (37, 74), (93, 335)]
 NAMES: tuple[Coefficients, ...] = get_args(Coefficients)

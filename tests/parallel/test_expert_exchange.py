@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from megacpp.lessons.experts import (
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
 from parallel.expert.even_routing import EvenRouting
-from parallel.expert.parallel import ExpertParallel, Kind
+from parallel.expert.parallel import ExpertCombine, ExpertParallel, Kind
 from parallel.start import join
 from tests.collectives import CollectiveCounter
 from tests.differences import largest
@@ -311,6 +312,14 @@ def isolated_rank(rank: int, _size: int) -> dict[str, bool]:
         )
         found[f"{kind} moved"] = not torch.equal(y[:, :40], other_y[:, :40])
     return found
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_sum_has_the_type_that_is_asked_for(dtype: torch.dtype | None) -> None:
+    rows_SD = torch.ones(2, 4)
+    counts: Any = SimpleNamespace(back=lambda rows, _: rows + rows)
+    y_TD = ExpertCombine()(rows_SD, torch.ones(2, 1), counts, plus_TD=rows_SD, dtype=dtype)
+    assert y_TD.dtype == (dtype or torch.float32) and (y_TD == 3).all()
 
 
 def test_documents_are_isolated() -> None:

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from megacpp.blocks.ngram.config import NgramConfig
 from megacpp.config.schema import Config, MeshConfig
 from megacpp.data.batches import IGNORED, Batch
+from megacpp.model.count import meta_model
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
+from parallel.fsdp import units_of
 from parallel.mesh import World
+from tests.model.small import small
 from tests.parallel.parity import (
     CPU,
     ROWS,
@@ -80,6 +84,14 @@ def results() -> dict[Run, list[Trace]]:
 @pytest.mark.parametrize("run", [*RUNS, *CURVES], ids=str)
 def test_any_split_is_the_same_run(run: Run) -> None:
     check(results()[run], results()[whole(run)][0], run.dtype)
+
+
+def test_tables_of_ngrams_are_gathered_once_and_their_projection_stays() -> None:
+    model = meta_model(dataclasses.replace(small("AF"), ngram=NgramConfig(heads=2)))
+    units = {id(unit.modules[0]): unit for unit in units_of(model, apart=False)}
+    tables, projection = units[id(model.ngram.tables)], units[id(model.ngram)]
+    assert tables.reshard and not tables.in_backward
+    assert projection.in_backward and not projection.reshard
 
 
 def test_evaluating_in_between_changes_nothing() -> None:

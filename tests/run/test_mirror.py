@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megacpp.state.mirror import _key
 from megacpp.state.training import TrainingState
 from tests.launch import ROOT
 from tests.ranks import LONG_S, children
@@ -40,6 +41,15 @@ def killed_at(step: int, rank: int) -> Callable[..., None]:
         advance(self, *args, **more)
 
     return acting
+
+
+def test_each_run_folder_has_a_key_of_its_own(tmp_path: Path) -> None:
+    runs = tmp_path / "a", tmp_path / "b"
+    for run in runs:
+        run.mkdir()
+    one, other = map(_key, runs)
+    assert len(one) == len(other) == 32 and one != other
+    assert _key(runs[0]) == one
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from megacpp.config.schema import Config, RunConfig
 from megacpp.errors import ConfigError
 from megacpp.run.metrics import MetricsLog, settings_of
 from megacpp.run.profiling import StepProfile
-from megacpp.run.sinks import check_sinks, tagged
+from megacpp.run.sinks import WeightsAndBiases, check_sinks, tagged
 from megacpp.trace_region import region
 from tests.launch import forked
 from tests.test_run import SMALL, records
@@ -164,6 +165,20 @@ def test_nobody_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("WANDB_MODE", "offline")
     check_sinks(PROJECT)
     importlib.import_module("wandb").teardown()  # it has read its variables
+
+
+def test_a_run_of_wandb_has_the_name_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, object]] = []
+    errors = SimpleNamespace(Error=RuntimeError)
+    package = SimpleNamespace(init=lambda **k: given.append(k), Settings=dict, errors=errors)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for _ in range(2):
+        WeightsAndBiases(tmp_path / "run", {"optim.lr": 0.1}, "a-project")
+    assert given[0] == given[1]  # a run that goes on has its id
+    assert given[0]["name"] == "run" and given[0]["project"] == "a-project"
+    assert given[0]["config"] == {"optim.lr": 0.1} and given[0]["dir"] == str(tmp_path / "run")
 
 
 @needs_wandb
