@@ -55,6 +55,12 @@ def models() -> Mapping[str, ModelConfig]:
                 options["gqa_bias"].attention, num_kv_heads=plain.attention.num_kv_heads
             ),
         ),
+        "norm_over_heads": replace(
+            plain,
+            pattern="AF",
+            depth=2,
+            attention=replace(plain.attention, qk_norm=True, qk_norm_wide=True),
+        ),
         "nulls": replace(
             plain,
             moe=replace(

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megacpp.config.arguments import parse_run
 from megacpp.config.schema import MeshConfig
 from megacpp.dtensor import local_part
 from megacpp.errors import NonFiniteError
@@ -25,9 +26,10 @@ from megacpp.run.step_status import StepStatus
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
-from parallel.build import build_model
-from parallel.guard import NonFiniteGuard
+from parallel.build import build_model, stages_of
+from parallel.guard import REST, NonFiniteGuard, _units
 from parallel.mesh import World
+from parallel.simulate.fake import fake_world, planned_model
 from parallel.step_sums import StepSums
 from tests.figures import Record
 from tests.parallel.parity import Run, batches_of, config_of, world_of
@@ -391,3 +393,16 @@ def test_nothing_is_read_before_the_verdict() -> None:
     norm = clip_gradients(model, 1.0, along=along, loss_scale=2.0)
     with pytest.raises(RuntimeError, match="meta"):
         norm.item()
+
+
+def test_the_rest_of_each_stage_has_a_name() -> None:
+    """Two stages of a rank: each has a root unit, and both are told apart from blocks."""
+    words = "tiny --model.depth 4 --mesh.pp 2 --mesh.pp-schedule interleaved".split()
+    config = parse_run(words, 4).config
+    with fake_world(config, 4) as world:
+        model = planned_model(config, world)
+        units, _ = _units(model, world, stages_of(model))
+    names = [name for name, _ in units]
+    assert len(set(names)) == len(names)
+    roots = [name for name in names if name.startswith(REST)]
+    assert roots == [f"{REST} of stage {index}" for index in (0, 2)]

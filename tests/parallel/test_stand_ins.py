@@ -19,6 +19,7 @@ from parallel.simulate import gpu_stand_ins
 from parallel.simulate.cpu_attention import cpu_attention
 from parallel.simulate.gpu_stand_ins import traced_kernels
 from parallel.simulate.library_stand_ins import mimo
+from parallel.simulate.stand_ins import GivenRouting, GivenRows
 
 B, T, R, H, N, P, A = 1, 16, 2, 4, 8, 8, 4
 
@@ -99,3 +100,12 @@ def test_what_is_counted_without_triton(installed: bool, monkeypatch: pytest.Mon
     assert (kernels.experts == "triton") == installed
     on_cpu = replace(config, train=replace(config.train, device="cpu"))
     assert traced_kernels(on_cpu) == PLAIN_KERNELS
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_given_rows_are_exchanged_with_every_rank(ranks: int) -> None:
+    """All of them with one rank, and nothing with the others."""
+    routing = GivenRouting(8, 2, given=GivenRows(5, 6, 7, 8))
+    for sizes in (routing.copies, routing.rows):
+        for one in sizes(16, ranks, 0):
+            assert len(one) == ranks and not any(map(sum, one[1:])) and sum(one[0])

@@ -47,6 +47,7 @@ RUNS = [
     Run("plain", FSDP_TP, accum=2, evaluate=True),
     Run("mla", REPLICAS_TP),
     Run("bias", FSDP_TP),
+    Run("norm_over_heads", FSDP_TP),
     *(Run(name, FSDP_TP, recompute=NORMS) for name in ("plain", "mla", "options")),
     *(Run(letter, TP4, recompute=INPUTS) for letter in "AMERF"),
 ]
