@@ -147,11 +147,13 @@ def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
         for name, count in found.components.items()
     ]
     rows.append(["sum", readable(found.peak), ""])
+    from parallel.simulate.gpu_stand_ins import traced_words
+
     largest = [["largest tensors then", "of", "bytes"]]
     largest += [[b.name, b.part, readable(b.bytes)] for b in found.largest]
     return [
         *mesh_lines(config, size, rank, coordinates(config.mesh, size, rank)),
-        *wrapped(f"kernels: {_kernels(config)}"),
+        *wrapped(f"kernels: {traced_words(config)}"),
         *wrapped(
             f"most at once: {readable(found.peak)}, in {found.where or 'nothing'}; "
             f"between steps: {readable(found.resting)}"
@@ -163,19 +165,6 @@ def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
         "",
         *_moments(found),
     ]
-
-
-def _kernels(config: Config) -> str:
-    """Return the traced backends, with the backend of a launch where it differs."""
-    from parallel.simulate.gpu_stand_ins import traced_kernels
-
-    found = []
-    for operation, backend in asdict(traced_kernels(config)).items():
-        taken = getattr(config.kernels, operation)
-        if taken != "auto":  # the model has it
-            found.append(f"{operation} {backend}")
-            found[-1] += f" (not {taken})" if taken != backend else ""
-    return ", ".join(found) or "torch"
 
 
 def _moments(found: Found) -> list[str]:

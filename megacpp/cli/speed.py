@@ -13,6 +13,7 @@ from megacpp.config.environment import MOST_RANKS
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
+from megacpp.memory.budget import as_planned
 from megacpp.speed.against import MeasuredRun, compare
 from megacpp.speed.cost import Cost
 from megacpp.speed.hardware import GpuSpec, Rates, gpu, gpus
@@ -188,6 +189,8 @@ def lines(config: Config, size: int, machine: GpuSpec, found: StepTime) -> list[
         for kind, time in found.blocks.items()
     ]
     gpus_ = "GPU" if size == 1 else "GPUs"
+    from parallel.simulate.gpu_stand_ins import traced_words
+
     return [
         *wrapped(f"{config.preset} on {size} {gpus_} ({machine.name}), predicted, not measured:"),
         *wrapped(f"step {found.step_s:.4g} s ({least:.4g} to {most:.4g}), "
@@ -197,6 +200,7 @@ def lines(config: Config, size: int, machine: GpuSpec, found: StepTime) -> list[
         "",
         *table(kinds),
         "",
+        *wrapped(f"kernels: {traced_words(as_planned(config))}"),
         *wrapped(f"not modelled: {NOT_MODELLED}"),
     ]  # fmt: skip
 

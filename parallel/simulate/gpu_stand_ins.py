@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -50,6 +51,17 @@ def traced_kernels(config: Config) -> Kernels:
     wanted = {name: getattr(config.kernels, name) for name in TRACED}
     counted = {n: b for n, b in wanted.items() if b in TRACED[n] and (triton or b != "triton")}
     return Kernels(**counted)
+
+
+def traced_words(config: Config) -> str:
+    """Return the traced backends as text, with the backend of a launch where it differs."""
+    found = []
+    for operation, backend in asdict(traced_kernels(config)).items():
+        taken = getattr(config.kernels, operation)
+        if taken != "auto":  # the model has it
+            found.append(f"{operation} {backend}")
+            found[-1] += f" (not {taken})" if taken != backend else ""
+    return ", ".join(found) or "torch"
 
 
 @contextmanager
