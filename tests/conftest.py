@@ -43,8 +43,12 @@ GRIDS = (
     "tests/optim/test_meshes.py",
     "tests/packs/",
     "tests/parallel/test_dry_run.py",
+    "tests/run/test_async_save.py",
     "tests/run/test_mesh_runs.py",
+    "tests/run/test_mixture.py",
+    "tests/run/test_rewind.py",
     "tests/run/test_tasks.py",
+    "tests/state/",
 )
 
 
