@@ -140,6 +140,7 @@ def _content(config: Config, size: int, rank: int, found: Found) -> dict[str, An
 def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
     """Return the report as text."""
     from megacpp.cli.measure import coordinates
+    from parallel.simulate.gpu_stand_ins import traced_words
 
     rows = [["alive at once", "bytes", "share"]]
     rows += [
@@ -147,8 +148,6 @@ def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
         for name, count in found.components.items()
     ]
     rows.append(["sum", readable(found.peak), ""])
-    from parallel.simulate.gpu_stand_ins import traced_words
-
     largest = [["largest tensors then", "of", "bytes"]]
     largest += [[b.name, b.part, readable(b.bytes)] for b in found.largest]
     return [

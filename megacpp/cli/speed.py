@@ -51,7 +51,7 @@ def speed(args: SpeedArgs, words: list[str]) -> int:
     of other trainers (bench/published.py): four of five lie in it.
     """
     machine = gpu(args.gpu)
-    config = parse_run([*words, "--train.device", "cuda"], args.world).config
+    config = as_planned(parse_run([*words, "--train.device", "cuda"], args.world).config)
     found = predicted(config, args.world, machine, args.per_node)
     cost = Cost(0, args.price, args.world)
     measured = compare(found, Path(args.against)) if args.against else None
@@ -175,6 +175,8 @@ def lines(config: Config, size: int, machine: GpuSpec, found: StepTime) -> list[
         machine: GPU of each.
         found: predicted step.
     """
+    from parallel.simulate.gpu_stand_ins import traced_words
+
     least, most = (found.step_s * x for x in MEASURED)
     rows = [["part of the step", "ms", "of the step"]]
     shares = sorted(found.parts.items(), key=lambda part: -part[1])
@@ -189,8 +191,6 @@ def lines(config: Config, size: int, machine: GpuSpec, found: StepTime) -> list[
         for kind, time in found.blocks.items()
     ]
     gpus_ = "GPU" if size == 1 else "GPUs"
-    from parallel.simulate.gpu_stand_ins import traced_words
-
     return [
         *wrapped(f"{config.preset} on {size} {gpus_} ({machine.name}), predicted, not measured:"),
         *wrapped(f"step {found.step_s:.4g} s ({least:.4g} to {most:.4g}), "
@@ -200,7 +200,7 @@ def lines(config: Config, size: int, machine: GpuSpec, found: StepTime) -> list[
         "",
         *table(kinds),
         "",
-        *wrapped(f"kernels: {traced_words(as_planned(config))}"),
+        *wrapped(f"kernels: {traced_words(config)}"),
         *wrapped(f"not modelled: {NOT_MODELLED}"),
     ]  # fmt: skip
 

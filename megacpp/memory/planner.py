@@ -359,8 +359,9 @@ class _Looks:
     def _fullest(self, config: Config) -> tuple[int, MemoryEstimate, int]:
         """Return the rank that needs most, its estimate, and the worst verdict of all ranks."""
         search, worst, found = self.search, FITS, []
+        config = as_planned(config)
         for rank in self.ranks:
-            needs = search.estimator(as_planned(config), search.world, rank, search.budget)
+            needs = search.estimator(config, search.world, rank, search.budget)
             worst = max(worst, MISFITS[needs.verdict])
             found.append((needs.point, rank, needs))
             if worst == TOO_LARGE:
