@@ -19,7 +19,7 @@ from megacpp.data.loader import Loader
 from megacpp.data.mixture import Mixture, order_of_sources
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.errors import ConfigError, DataError
-from megacpp.run.corpus import open_corpus
+from megacpp.run.corpus import open_corpus, prepare_sources
 from tests.data.conftest import make_document, write_folder
 
 SEQ = 24
@@ -240,6 +240,25 @@ def test_another_tokenizer_and_a_missing_source_are_refused(
         open_corpus(config_of(folders, "code=1,gone=1", gone=str(tmp_path / "gone")))
     assert command in str(missing.value)
     assert "\n" not in str(error.value)
+
+
+def test_texts_are_prepared_once(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = write_folder(tmp_path / "texts", [make_document(n) for n in range(300, 310)])
+    config = config_of(folders, "code=1,texts=1", texts=str(texts))
+    folder = "texts.prepared"
+    prepare_sources(config)
+    assert f"{texts} is being prepared for {folder}" in capsys.readouterr().out
+    prepare_sources(config)
+    assert f"{texts} is prepared in {folder}" in capsys.readouterr().out
+    write_folder(texts, [make_document(310)])
+    prepare_sources(config)
+    assert f"{texts} is being prepared for {folder}" in capsys.readouterr().out
 
 
 def test_a_damaged_source_is_named(folders: dict[str, Path], tmp_path: Path) -> None:

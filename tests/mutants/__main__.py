@@ -1,6 +1,6 @@
 """Plant faults one at a time and print which the tests find: `make mutants`.
 
-python -m tests.mutants [--only PATTERN] [--seed 7] [--time 90] [--again]
+python -m tests.mutants [--only PATTERN] [--seed 7] [--time 240] [--again]
 
 A run that is stopped goes on where it was: verdicts are kept in the folder `--out`. A verdict
 belongs to one change of one text of a file; `--again` asks again where no test found it.
@@ -165,7 +165,7 @@ def main() -> int:
     say("--only", nargs="+", default=["*"], metavar="PATTERN", help="faults: FILE:LINE NAME fits")
     say("--seed", type=int, default=None, help="of the generated faults (a new one each day)")
     say("--generated", type=int, default=None, metavar="N", help="faults by seed (half the list)")
-    say("--time", type=float, default=150.0, metavar="S", help="CPU seconds for a fault (150)")
+    say("--time", type=float, default=240.0, metavar="S", help="CPU seconds for a fault (240)")
     say("--again", action="store_true", help="judge those again that weren't killed")
     say("--fresh", action="store_true", help="forget earlier verdicts")
     say("--record", action="store_true", help=f"write {FOUND_BY.name}: what to run first")

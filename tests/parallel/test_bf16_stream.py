@@ -10,16 +10,19 @@ import functools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megacpp.config.schema import MeshConfig
 from megacpp.model.block import Block
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
+from parallel.stages import Stage
 from tests.parallel.parity import (
     Run,
     Slices,
@@ -120,6 +123,38 @@ def test_streams_differ_by_rounded_operations(run: Run) -> None:
         assert abs(seen.loss / one.loss - 1) <= 2.0**-12
         apart = far(seen.gradients, one.gradients)
         assert statistics.median(apart.values()) <= 2.0**-6, apart
+
+
+LENT = Run("tied", MeshConfig(dp_shard=2, pp=2, pp_schedule="dualpipev"), accum=4, dtype="bf16")
+
+
+def held(rank: int, run: Run) -> list[tuple[bool, bool]]:
+    """Return whether a lent embedding has a bf16 and an fp32 gradient, at each of its forwards."""
+    found: list[tuple[bool, bool]] = []
+    world, config = world_of(rank, run), config_of(run)
+    model = build_model(config, world)
+    forward = Stage.forward
+
+    def seen(stage: Stage, x: Tensor) -> Tensor:
+        if (unit := stage.lender) is not None:
+            units = [m for m in unit.modules() if isinstance(m, FSDPModule)]
+            groups = [m._get_fsdp_state()._fsdp_param_group for m in units]
+            every = [p for group in groups if group for p in group.fsdp_params]
+            (embed,) = (p for p in every if p._module_info.module is unit.embed)
+            gradient = getattr(getattr(embed, "_unsharded_param", None), "grad", None)
+            found.append((gradient is not None, embed.unsharded_accumulated_grad is not None))
+        return forward(stage, x)
+
+    with mock.patch.object(Stage, "forward", seen):
+        AccumulationBoundary(model, world, config).accumulate(batches_of(0, world, run))
+    return found
+
+
+def test_a_lent_embedding_adds_gradients_up_in_fp32() -> None:
+    """The first stage lends it to the last: each backward of either ends with an fp32 sum."""
+    first, second, *_ = on_worlds(held, {LENT: LENT.world})[LENT]
+    assert len(first) == LENT.accum and first == second
+    assert not any(narrow for narrow, _ in first) and any(wide for _, wide in first)
 
 
 def far(found: Slices, expected: Slices) -> dict[str, float]:

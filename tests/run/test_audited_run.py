@@ -27,9 +27,9 @@ def test_an_audit_changes_no_weight_and_ends_a_wrong_run_or_rewinds_it(
         return forked("tiny", *flags, "--run.dir", str(folder), *more, ranks=2)
 
     assert start(plain).returncode == 0
-    done = start(audited, "--run.audit-every", "2")
+    done = start(audited, "--run.audit-every", "3")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("gradients computed again in") == 3
+    assert done.stdout.count("gradients computed again in") == 2
 
     digests = AuditedBoundary._digests
 
@@ -54,4 +54,4 @@ def test_an_audit_changes_no_weight_and_ends_a_wrong_run_or_rewinds_it(
     for key in ("loss", "grad_norm"):
         values = [[row[key] for row in records(folder)] for folder in folders[:3]]
         assert values[0] == values[1] == values[2], key
-    assert ["audit_s" in row for row in records(audited)] == [False, True] * 3
+    assert ["audit_s" in row for row in records(audited)] == [False, False, True] * 2

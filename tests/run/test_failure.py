@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -57,7 +58,10 @@ def test_a_rank_that_lost_its_peer_stays_silent(
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exited",
     ):
         assert is_peer_failure(RuntimeError(words)), words
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert report(lost, tmp_path) == 6 and capsys.readouterr().err == ""
+    told = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert (told["errorCode"], told["message"]) == (6, "lost another rank")
     late = RuntimeError("[gloo] Timed out waiting 600000ms for recv operation to complete")
     assert report(late, tmp_path) == 6 and "waited in vain" in capsys.readouterr().err
     assert report(ValueError("bad\nshape"), tmp_path) == 1

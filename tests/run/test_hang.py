@@ -101,7 +101,7 @@ def test_who_does_not_report_leaves_after_the_report(
     store: Any = dist.HashStore()
     here = this_process()
     peers: Any = SimpleNamespace(
-        rank=1, size=2, table=[here, here], store=store, clock=None, waits="", meetings=0
+        rank=1, size=2, table=[here, here], store=store, clock=None, waits="barrier", meetings=3
     )
     watch = HangWatch(peers, {"startup": 0.0}, tmp_path, lambda line: None)
     watch._stop.set()
@@ -112,7 +112,10 @@ def test_who_does_not_report_leaves_after_the_report(
     with pytest.raises(Left) as end:
         watch._answer()
     assert end.value.args == (PEER_LOST, True)
+    told = json.loads(store.get("hang/state/1"))
     assert "phase" in (tmp_path / "failures/hang-rank-1.txt").read_text()
+    waits = {"op": "barrier", "seq": 3, "key": "store", "group": "all ranks", "members": [0, 1]}
+    assert told["waits"][-1] == waits and told["reached"]["store"] == 3
 
 
 def test_limits_are_one_number_or_by_phase() -> None:

@@ -81,6 +81,7 @@ FLAGS = {
 }
 CASES = [
     Case("fp64"),
+    Case("muon", "--mesh.pp 2 --mesh.tp 2 --mesh.dp-replicate 2 --mesh.dp-shard 1", 8, 1, 2),
     Case("no labels"),
     Case("fp16"),
     Case("fp64", "--mesh.pp 2", 2),
@@ -91,7 +92,6 @@ CASES = [
     Case("fp64", "--mesh.ep 2 --mesh.tp 2 --mesh.dp-shard 1", 2, 1),
     Case("no labels", "--mesh.dp-shard 2", 2, 1, 2),
     Case("fp16, no overflow", "--mesh.dp-shard 2", 2, 1, 2),
-    Case("muon", "--mesh.pp 2 --mesh.tp 2 --mesh.dp-replicate 2 --mesh.dp-shard 1", 8, 1, 2),
 ]
 # fp64: sums in another order. fp16: the same roundings on one process; on ranks others, four of
 # 2^-10 in a maximum. AdamW's first updates are signs of gradients, of which small ones flip: a rate
