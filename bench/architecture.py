@@ -10,9 +10,10 @@ count.
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from bench import asked
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/architecture.md"
@@ -111,7 +112,8 @@ def _sentence(room: str) -> str:
 
 def main() -> None:
     """Print the table, or write it into the page."""
-    if "--write" in sys.argv:
+    _, write = asked(__doc__)
+    if write:
         PAGE.write_text(drawn(PAGE.read_text()))
     else:
         print(table())

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench import parser_of
 from checkpointing.apply import ActivationCheckpointing
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.arguments import parse_run
@@ -130,6 +131,7 @@ def files_of_kind(letter: str) -> list[str]:
 
 def main() -> None:
     """Print every figure beside its aim."""
+    parser_of(__doc__).parse_args()
     print(f"{'':24}{'here':>10}{'aim':>10}")
     for name, (_, _, aims) in STEPS.items():
         path = step_path(name)

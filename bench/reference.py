@@ -14,11 +14,11 @@ import ast
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bench import asked
 from megacpp.cli.main import COMMANDS
 from megacpp.config.presets import preset
 from megacpp.config.schema import Config
@@ -249,9 +249,10 @@ PAGES = {
 
 
 if __name__ == "__main__":
-    for page, made in PAGES.items():
-        if "--write" in sys.argv:
+    names, write = asked(__doc__, list(PAGES))
+    for name in names:
+        if write:
             FOLDER.mkdir(exist_ok=True)
-            (FOLDER / page).write_text(made())
+            (FOLDER / name).write_text(PAGES[name]())
         else:
-            print(made())
+            print(PAGES[name]())

@@ -14,6 +14,8 @@ import re
 import shutil
 from pathlib import Path
 
+from bench import parser_of
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SITE = ROOT / "build/site"
@@ -228,4 +230,5 @@ def write() -> int:
 
 
 if __name__ == "__main__":
+    parser_of(__doc__).parse_args()
     print(f"{write()} pages in {SITE}")

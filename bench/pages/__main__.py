@@ -1,15 +1,15 @@
-"""Build the interactive pages: `python -m bench.pages [--write]`."""
+"""Build the interactive pages: `python -m bench.pages [--write] [NAME ...]`."""
 
 from __future__ import annotations
 
-import sys
-
+from bench import asked
 from bench.pages.build import FOLDER, PAGES, page
 
 if __name__ == "__main__":
-    for name in PAGES:
+    names, write = asked(__doc__, list(PAGES))
+    for name in names:
         text = page(name)
-        if "--write" in sys.argv:
+        if write:
             FOLDER.mkdir(exist_ok=True)
             (FOLDER / f"{name}.html").write_text(text)
         print(f"{name}: {len(text):,} characters")
