@@ -15,7 +15,7 @@ WIRING = "tests/wiring/test_wiring.py"
 # most faults in seconds, and some are of modules that no test imports. Those of a file itself come
 # before the test file that has its name.
 FIRST = {
-    "train.py": f"{WIRING} tests/run/test_rewind.py tests/test_run.py",
+    "train.py": f"{WIRING} tests/run/test_rewind.py tests/test_run.py tests/run/test_tasks.py",
     "parallel/": f"{WIRING}",
     "parallel/context/": "tests/parallel/test_context_mamba3.py"
     f" tests/parallel/test_context_m2rnn.py tests/parallel/test_context_attention.py {WIRING}",
@@ -30,11 +30,13 @@ FIRST = {
     "megacpp/state/": "tests/state/test_sound.py tests/state/test_damage.py"
     " tests/state/test_training.py tests/state/test_checkpoint.py tests/state/test_sparse_stages.py"
     f" {WIRING} tests/run/test_adamw_state.py tests/state/test_crash.py",
+    "megacpp/state/remote.py": "tests/run/test_remote_run.py",
     "megacpp/launch/": f"{WIRING}",
     "megacpp/launch/trial.py": "tests/run/test_fit.py",
     "megacpp/launch/auto_fit.py": "tests/run/test_fit.py",
     "megacpp/launch/start.py": f"{WIRING} tests/test_run.py tests/run/test_remote_run.py",
     "megacpp/run/": f"{WIRING}",
+    "megacpp/run/evaluate.py": f"{WIRING} tests/run/test_mixture.py",
     "megacpp/run/flight.py": "tests/run/test_hang.py",
     "megacpp/run/oom.py": "tests/run/test_forensics.py",
     "megacpp/run/harness.py": "tests/interop/test_eval.py tests/run/test_tasks.py",
