@@ -21,9 +21,7 @@ def asked(words: str | None, names: Sequence[str] = ()) -> tuple[list[str], bool
         parser.add_argument(
             "name", nargs="*", help=f"what to make, all by default: {', '.join(names)}"
         )
-    parser.add_argument(
-        "--write", action="store_true", help="write files of docs, don't only print"
-    )
+    parser.add_argument("--write", action="store_true", help="write the files of docs/")
     given = parser.parse_args()
     chosen = vars(given).get("name") or list(names)
     if wrong := [name for name in chosen if name not in names]:
