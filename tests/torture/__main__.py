@@ -150,7 +150,7 @@ def kills(yard: Yard) -> str:
     Both are runs of `tiny` at the same time, as long as the whole attack may take.
     """
     more = ["--model.vocab-size", "400", "--train.device-batch-size", "2", "--run.eval-rows", "8"]
-    more += ["--checkpoint.every", "10", "--checkpoint.keep", "2"]
+    more += ["--checkpoint.every", "5", "--checkpoint.async", "true", "--checkpoint.keep", "2"]
 
     def both(steps: int, pause: tuple[float, float]) -> tuple[str, bool]:
         names = ("straight", "killed")
