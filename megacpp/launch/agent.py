@@ -27,12 +27,14 @@ def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
     from torch.distributed.run import parse_args, run
 
     if quiet:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     logging.disable(logging.ERROR)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its warning
+    publish_each_store(DynamicRendezvousHandler)
     with tempfile.TemporaryDirectory(prefix="megacpp-") as name:
         logs = Path(name)
         if not any(word.split("=")[0] == "--log-dir" for word in words):
@@ -58,6 +60,24 @@ def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
                 fix = "Fix: start the command on that machine too, then on this one again."
                 print(f"error: {where[2:]}: {type(error).__name__}: {error} {fix}", file=sys.stderr)
             return exit_code(codes)
+
+
+def publish_each_store(handlers: Any) -> None:
+    """Make an agent serve a new store for each start of the ranks, and publish its address.
+
+    torch publishes the first one alone: an agent that joins a later start waits a minute for an
+    address, and then all agents fail (pytorch/pytorch#135712).
+
+    Args:
+        handlers: torch's class of rendezvous handlers.
+    """
+    joined = handlers.next_rendezvous
+
+    def next_rendezvous(handler: Any) -> Any:
+        handler._bootstrap_store_info = None
+        return joined(handler)
+
+    handlers.next_rendezvous = next_rendezvous
 
 
 def exit_code(codes: Sequence[int]) -> int:

@@ -36,8 +36,5 @@ def current(record: Mapping[str, Any]) -> dict[str, Any]:
     schema = record.get("schema", 1)
     if type(schema) is not int or not 1 <= schema <= SCHEMA:
         raise ValueError(f"schema is {schema!r}, and this version reads 1 to {SCHEMA}")
-    found = {**record, "schema": SCHEMA}
-    if schema < 2:
-        known = dict.fromkeys((*PACKAGES, *MACHINE))
-        found["versions"] = known | (record.get("versions") or {})
-    return found
+    known = dict.fromkeys((*PACKAGES, *MACHINE))
+    return {**record, "schema": SCHEMA, "versions": known | (record.get("versions") or {})}

@@ -29,6 +29,7 @@ from typing import NoReturn
 import torch
 import torch._dynamo  # imported by FSDP2 on its first use
 import torch.distributed as dist
+import torch.distributed.checkpoint  # imported by the first save
 import torch.utils.tensorboard  # imported by the log of a run
 
 from megacpp.home import HOME, put_first

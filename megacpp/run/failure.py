@@ -223,7 +223,8 @@ def _missing(peers: RankStore | None, late: bool) -> tuple[list[int], bool]:
             gone = [rank for rank, process in enumerate(peers.table) if process.node in silent]
         return gone, peers.say()
     except Exception:  # the process that served the store has ended
-        return [r for r in beside if not peers.table[r].alive()], peers.rank == beside[0]
+        gone = [r for r in beside if not peers.table[r].alive()]
+        return gone, peers.rank == next(rank for rank in beside if rank not in gone)
 
 
 def _ended(peers: RankStore | None, code: int, line: str) -> None:

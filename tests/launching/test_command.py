@@ -134,10 +134,10 @@ def commands() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", ["slurm", "kubernetes", "skypilot"])
 def test_a_recipe_starts_what_the_loopback_launch_starts(name: str) -> None:
-    """Compare with the options of the torchrun line of ssh.md, which test_cluster.py runs."""
+    """Compare with the options of ssh.md's line, which test_cluster.py runs."""
     ssh = (RECIPES / "ssh.md").read_text()
-    line = ssh.split("torchrun ", 1)[1].split(" /opt/", 1)[0]
-    expected = parse_args([*line.split(), "train.py"])
+    line = ssh.split("megacpp train ", 1)[1].split('"')[0]
+    expected = parse_args([*launch_words(line.split())[0], "train.py"])
     words, world, flags = launch_words(commands()[name])
     assert world == 16 and flags[0] == "nam56r"
     parse_run(flags, world)

@@ -9,12 +9,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from megacpp.config.arguments import parse_run
-from megacpp.run.failure import guarded, is_peer_failure, report, what_is_saved
+from megacpp.run.failure import _missing, guarded, is_peer_failure, report, what_is_saved
 from megacpp.run.rank_store import RankStore, this_process
 from megacpp.state.checkpoint import save_checkpoint
 from tests.launch import forked
@@ -139,3 +142,12 @@ def test_a_full_disk_is_one_line_and_writes_nothing(
     assert err.startswith(f"error: rank 0: run.dir={tmp_path / 'run'}: ") and err.count("\n") == 1
     assert "Fix: free disk space" in err and not (tmp_path / "run").exists()
     assert report(OSError(errno.EACCES, "Permission denied"), tmp_path) == 1
+
+
+def test_the_first_rank_that_is_left_speaks_when_the_store_is_gone() -> None:
+    """Rank 0 may serve the store; then it takes that along."""
+    table = [SimpleNamespace(node="here", alive=lambda rank=rank: rank > 0) for rank in range(3)]
+    for rank in (1, 2):
+        told = MagicMock(side_effect=ConnectionError)
+        peers: Any = SimpleNamespace(rank=rank, size=3, table=table, told=told)
+        assert _missing(peers, late=False) == ([0], rank == 1)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -23,6 +27,7 @@ from megacpp.launch.trial import (
     _until_over,
     arguments_of,
     out_of_memory,
+    run_trial,
     trial_command,
 )
 from megacpp.memory.estimate import MemoryEstimate
@@ -375,3 +380,16 @@ def test_other_ranks_hear_of_a_trial_that_failed_here(
     peers, child = RankStore(), SimpleNamespace(poll=lambda: code)
     assert _until_over(child, "1/failed", peers) == (code, False)  # type: ignore[arg-type]
     assert peers.told("1/failed") == bool(code)
+
+
+def test_an_interrupted_trial_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
+    monkeypatch.setattr("megacpp.launch.trial.spawn", lambda *_: child)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    peers = RankStore()
+    monkeypatch.setattr(peers, "told", MagicMock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run_trial(TrialCommand(1, (), str(tmp_path / "trial"), "localhost", 1234), peers)
+    assert child.returncode == -signal.SIGKILL

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,9 @@ import pytest
 
 from megacpp.state.mirror import _key
 from megacpp.state.training import TrainingState
-from tests.launch import ROOT
 from tests.ranks import LONG_S, children
 from tests.run.test_async_save import contents, train
-from tests.run.test_cluster import TINY, ended, free_port, recipe
+from tests.run.test_cluster import TINY, agent, ended, free_port, recipe
 from tests.run.test_remote_run import same, steps
 
 EVERY = ["--checkpoint.mirror-every", "1", "--checkpoint.every", "0"]
@@ -89,19 +87,9 @@ def test_a_flipped_bit_makes_the_older_step_count(
 def nodes(corpus: Path, run: Path, memories: list[Path]) -> list[subprocess.Popen[str]]:
     """Start a run of two nodes with one rank each, whose memories are two folders."""
     flags = ["tiny", *TINY, "--data.path", str(corpus), "--run.dir", str(run), *EVERY]
-    options = recipe(free_port(), max_restarts="0", nproc_per_node="1")
-    under = [sys.executable, "-m", "torch.distributed.run", *options, str(ROOT / "train.py")]
-    return [
-        subprocess.Popen(
-            [*under, *flags, "--run.steps", "60"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MEGACPP_MIRROR": str(memory)},
-        )
-        for memory in memories
-    ]
+    options = recipe(free_port(), max_restarts="0", nproc="1")
+    words = [*flags, "--run.steps", "60"]
+    return [agent(options, words, run.parent, MEGACPP_MIRROR=str(memory)) for memory in memories]
 
 
 def test_a_lost_node_comes_back_from_its_neighbour(corpus: Path, tmp_path: Path) -> None:

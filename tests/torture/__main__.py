@@ -33,6 +33,7 @@ from tests.launch import ROOT
 from tests.ranks import children
 from tests.torture.disks import FAULTS, STEPS, attack, disk, problems, rows_of, weights
 from tests.torture.killing import alive, cost_of_kills, kills_between, nodes
+from tests.torture.signals import signals
 from tests.torture.yard import Yard
 
 ATTACK = str(ROOT / "tests/torture/attack.py")
@@ -68,7 +69,6 @@ TESTS = {
         "damaged corpora",
         "data/test_batches.py data/test_sources.py run/test_damaged_corpus.py",
     ),
-    "R16": ("signals", "run/test_preemption.py"),
     "R19": ("ranks with less data", "data/test_loader.py run/test_evaluate.py"),
     "R20": ("every row once", "data/test_batches.py data/test_loader.py"),
     "R21": ("hostile files", "state/test_hostile.py state/test_bombs.py interop/test_headers.py"),
@@ -335,6 +335,7 @@ OWN: dict[str, tuple[str, Callable[[Yard], str]]] = {
     "R2": ("two launchers, one folder", launchers),
     "R13": ("random configurations", configurations),
     "R15": ("disks that fail", disks),
+    "R16": ("signals", signals),
     "R17": ("kill -9 of ranks", kills),
     "R18": ("hangs", hangs),
     "R24": ("clean ends", shutdowns),

@@ -1,6 +1,6 @@
 """R17: ranks and agents of a run on two nodes are killed at random, for as long as is asked.
 
-Two torchrun agents on the loopback address are the nodes, one rank each. An agent that has ended
+Two launchers on the loopback address are the nodes, one rank each. An agent that has ended
 with a failure is started again by the same command, as a scheduler or a shell's loop does it.
 """
 
@@ -58,11 +58,11 @@ class Nodes:
     def __post_init__(self) -> None:
         port = free_port()
         times = "join_timeout=600,last_call_timeout=2,keep_alive_interval=1"
-        conf = f"{times},keep_alive_max_attempt=3,read_timeout=60,is_host="
+        conf = f"{times},keep_alive_max_attempt=6,read_timeout=60,is_host="
         self.options = [
             recipe(
                 port,
-                nproc_per_node="1",
+                nproc="1",
                 nnodes=str(self.count),
                 max_restarts="99",
                 rdzv_conf=f"{conf}{int(node == 0)}",
@@ -74,9 +74,8 @@ class Nodes:
     def start(self, node: int) -> subprocess.Popen[bytes]:
         """Start an agent."""
         self.started += 1
-        words = ["-m", "torch.distributed.run", *self.options[node], str(ROOT / "train.py")]
         return subprocess.Popen(
-            [sys.executable, *words, *self.flags],
+            [sys.executable, "-m", "megacpp", "train", *self.flags, *self.options[node]],
             cwd=ROOT,
             env=dict(self.env),
             stdout=subprocess.DEVNULL,

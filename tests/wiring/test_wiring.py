@@ -182,6 +182,8 @@ def test_a_run_is_its_composition(case: Case, corpus: Path, tmp_path: Path) -> N
     assert expected.weights.keys() - weights.keys() <= {"head.weight"}, "tied"
     kept = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
     assert kept == saved(expected.rows)
+    peaks = json.loads((folder / "memory/summary.json").read_text())["peak_resident_bytes"]
+    assert len(peaks) == case.ranks and min(peaks) > 0, "memory of every rank"
 
 
 def saved(rows: list[dict[str, Any]]) -> list[str]:
