@@ -24,7 +24,7 @@ def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
     if quiet:  # read at import: silences this process, whose store may close first at the end
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
@@ -35,6 +35,7 @@ def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
     logging.disable(logging.ERROR)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its warning
     publish_each_store(DynamicRendezvousHandler)
+    hear_once(api)
     with tempfile.TemporaryDirectory(prefix="megacpp-") as name:
         logs = Path(name)
         if not any(word.split("=")[0] == "--log-dir" for word in words):
@@ -50,7 +51,7 @@ def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
             if not said and not any(printed(note) for note in notes(logs)):
                 print(f"error: {killed(ends)}", file=sys.stderr)
             return exit_code([code for code, _ in sorted(ends.values(), key=lambda end: end[1])])
-        except SignalException as error:
+        except api.SignalException as error:
             codes = [note["errorCode"] for note in notes(logs)]
             return exit_code(codes) if codes else 128 + error.sigval
         except RendezvousError as error:  # its store went with the launcher that served it
@@ -78,6 +79,23 @@ def publish_each_store(handlers: Any) -> None:
         return joined(handler)
 
     handlers.next_rendezvous = next_rendezvous
+
+
+def hear_once(processes: Any) -> None:
+    """Ignore further SIGTERMs and SIGHUPs while ranks save: torch's second one would kill them.
+
+    Args:
+        processes: torch's module that handles the signals of an agent.
+    """
+    raised = processes._terminate_process_handler
+
+    def first(signum: int, frame: Any) -> None:
+        if signum in (signal.SIGTERM, signal.SIGHUP):
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+        raised(signum, frame)
+
+    processes._terminate_process_handler = first
 
 
 def exit_code(codes: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ from megacpp.outcome import PEER_LOST, launcher
 from megacpp.terminal.screen import INTERRUPTED
 
 INTERRUPT = bytes([signal.SIGINT])
-GRACE_S = 1.5  # from a second Ctrl-C to the end, whatever the main thread waits for
+GRACE_S = 1.0  # from a second Ctrl-C to the end, whatever the main thread waits for
 
 
 class StopRequest:

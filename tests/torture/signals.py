@@ -19,7 +19,8 @@ from tests.torture.disks import rows_of, weights
 from tests.torture.killing import alive
 from tests.torture.yard import Yard
 
-WAYS = ("SIGTERM to torchrun", "to one rank", "to all three times", "Ctrl-C twice")
+WAYS = ("SIGTERM to the launcher", "to one rank", "to all three times", "Ctrl-C twice")
+RANKS = ("--nproc=2",)
 LATEST_S = 4.0  # of a signal behind the first step of a start
 
 
@@ -30,18 +31,18 @@ def signals(yard: Yard) -> str:
     change the final weights.
     """
     count, folder = max(4, int(50 * yard.minutes / 30)), yard.folder / "signals"
-    more = ["--checkpoint.every", "3", "--run.eval-every", "4", "--run.steps", "100000"]
+    more = ["--checkpoint.every", "3", "--run.eval-every", "4"]
     more += ["--optim.schedule", "constant", "--optim.warmup-steps", "1"]
     slowest: Counter[str] = Counter()
     wrong = []
     for number in range(count):
         way = WAYS[number % len(WAYS)]
-        took_s, words = stop(yard, way, yard.flags("signals", *more))
+        took_s, words = stop(yard, way, yard.flags("signals", *more, "--run.steps", "100000"))
         slowest[way] = max(slowest[way], took_s)
         wrong += [f"{way}, stop {number}: {words}"] if words else []
-    until = ["--run.until", str(rows_of(folder) + 2)]
+    until = ["--run.steps", str(rows_of(folder) + 2)]
     codes = [
-        yard.start(2, "train.py", *yard.flags(name, *more, *until)).wait()
+        yard.call("-m", "megacpp", "train", *yard.flags(name, *more, *until), *RANKS).returncode
         for name in ("signals", "left-alone")
     ]
     same = codes == [0, 0] and weights(folder) == weights(yard.folder / "left-alone") != []
@@ -57,7 +58,7 @@ def stop(yard: Yard, way: str, flags: list[str]) -> tuple[float, str]:
     """Start a run, stop it at a random moment; return the seconds it took and what is wrong."""
     folder = yard.folder / "signals"
     before = rows_of(folder)
-    words = yard.under(2, "train.py", *flags)
+    words = [sys.executable, "-m", "megacpp", "train", *flags, *RANKS]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(words, cwd=ROOT, env=yard.env, start_new_session=True, **quiet)
     deadline = time.monotonic() + LONG_S
