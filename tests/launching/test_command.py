@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from megacpp.cli.main import main
 from megacpp.cli.train import TrainArgs
 from megacpp.cli.train import launch_words as words_of
 from megacpp.config.arguments import parse_run, split_args
-from megacpp.launch.agent import exit_code, killed, notes
+from megacpp.launch.agent import exit_code, hear_once, killed, notes
 from megacpp.launch.command import node_lines, node_shape, quoted, torchrun_words
 from megacpp.outcome import note
 from megacpp.state.checkpoint import save_checkpoint
@@ -104,6 +108,27 @@ def test_torchrun_shows_our_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_code_of_a_launch() -> None:
     assert exit_code([-9, 6, 6]) == 6 and exit_code([6, 3]) == 3 and exit_code([-15, 75]) == 75
     assert killed({1: (-9, 5), 0: (6, 7)}).startswith("rank 1 lost: killed by SIGKILL")
+
+
+def test_a_launcher_hears_a_signal_once_and_ctrl_c_again() -> None:
+    """Raise on the first SIGTERM; the ranks save until they are done, however often it comes."""
+    handler = MagicMock(side_effect=SystemExit)
+    processes = SimpleNamespace(_terminate_process_handler=handler)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        hear_once(processes)
+        for number in (signal.SIGINT, signal.SIGINT):
+            with pytest.raises(SystemExit):
+                processes._terminate_process_handler(number, None)
+        assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
+        with pytest.raises(SystemExit):
+            processes._terminate_process_handler(signal.SIGTERM, None)
+        for again in before:
+            os.kill(os.getpid(), again)
+        assert handler.call_count == 3
+    finally:
+        for number, handled in before.items():
+            signal.signal(number, handled)
 
 
 # ---- the recipes ---------------------------------------------------------------------------------
