@@ -135,7 +135,7 @@ def test_unknown_flags_suggest(words: str, suggestion: str) -> None:
 
 
 def test_a_slip_of_the_finger_is_told_which_setting_is_meant() -> None:
-    """One letter is left out, changed, added or swapped: 95 of 100 lines name the right setting."""
+    """Leave out, change, add or swap a letter: 95 of 100 errors name the right setting."""
     draw, told, keys = random.Random(0), [], {*flatten(run("tiny"))}
     for key in sorted(key for key in keys if "." in key):
         section, _, name = key.rpartition(".")

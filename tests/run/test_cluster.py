@@ -1,4 +1,4 @@
-"""Launches on several nodes, from outside: torchrun agents on the loopback address as the nodes."""
+"""Launches on several nodes, from outside: launchers on the loopback address are the nodes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.torture.disks import rows_of, weights
 from tests.torture.killing import alive
 from tests.torture.yard import Yard
 
-WAYS = ("SIGTERM to the launcher", "to one rank", "to all three times", "Ctrl-C twice")
+WAYS = ("SIGTERM to the launcher", "to one rank", "to all, three times", "Ctrl-C twice")
 RANKS = ("--nproc=2",)
 LATEST_S = 4.0  # of a signal behind the first step of a start
 
