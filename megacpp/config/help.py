@@ -35,7 +35,10 @@ def run_help(program: str, section: str = "") -> str:
         shown = {k: s for k, s in settings.items() if f"{k}.".startswith(f"{name}.")}
         if not shown:
             known = {k.rpartition(".")[0] for k in settings}
-            raise config_error("help", section, "no such section", did_you_mean(name, known))
+            near = did_you_mean(name, known)
+            if not near.startswith("did"):
+                near = did_you_mean(name, {k.partition(".")[0] for k in known})
+            raise config_error("help", section, "no such section", near)
         return "\n".join(_sections(shown))
     width = 2 + max(map(len, PRESETS)) + 2
     return "\n".join(
