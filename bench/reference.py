@@ -159,7 +159,8 @@ def commands_page() -> str:
         words = inspect.cleandoc(command.load()[0].__doc__ or "")
         lines += ["", f"## megacpp {name}", "", words]
         if command.runs:
-            lines += ["", f"`megacpp {name} PRESET [settings of a run] [flags]`"]
+            of = "RUN" if "run" in command.settings() else "PRESET"
+            lines += ["", f"`megacpp {name} {of} [settings of a run] [flags]`"]
         if own := command.settings():
             lines += ["", *setting_rows(own.values(), {})]
     return "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 from typing import Any
@@ -37,6 +38,26 @@ def test_machines_get_candidates_in_order(capsys: pytest.CaptureFixture[str]) ->
         assert rows * ranks * found["seq_len"] == found["tokens_per_step"] == 131072
         assert one["flops"]["step"] > one["flops"]["repeated"] >= 0
         assert all(size > 0 for of in one["traffic_bytes"].values() for size in of.values())
+
+
+def test_a_gpu_by_name_has_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan tiny --world 4 --tokens-per-step 131072 --top 1 --gpu H200"
+    assert told(capsys, words)["memory_bytes"] == 141 << 30
+    assert told(capsys, f"{words} --memory 8GiB")["memory_bytes"] == 8 << 30
+
+
+def test_kernels_that_cannot_be_counted_here_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"{ASKED} --model.pattern R --model.depth 1 --top 1".split()
+    assert main(words) == 0 and "triton" not in capsys.readouterr().out
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "triton" else real(name)
+    )
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "m2rnn torch (not triton)" in said and "triton isn't installed here" in said
 
 
 def test_the_command_launches_the_candidate(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +157,7 @@ def test_memory_that_is_none(text: str) -> None:
     (
         ("--memory 1GiB", "world=: is needed. Fix: write --world VALUE."),
         ("--world 0 --memory 1GiB", "world=0: must be at least 1. Fix: use --world 1 or more."),
-        ("--world 4", "memory=: of a device is needed. Fix: write --memory 141GiB."),
+        ("--world 4", "memory=: of a device is needed. Fix: write --memory 141GiB, or --gpu H200."),
         ("--world 4 --memory much", "memory=much: must be a number"),
         (
             "--world 4 --memory 1GiB",

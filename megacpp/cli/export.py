@@ -36,7 +36,8 @@ def export(args: ExportArgs) -> int:
     """Write weights as a folder that transformers, vLLM and others load.
 
     The class of the model follows from its settings and is printed with the reason; Mamba-3 and
-    M2RNN leave with their code. Other settings that no class expresses are refused.
+    M2RNN leave with their code. Other settings that no class expresses are refused, or leave with
+    code too by --to hf-code.
     """
     from megacpp.interop.classes import as_exported, class_of, dropped
     from megacpp.interop.places import locate, read_model

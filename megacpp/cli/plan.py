@@ -21,6 +21,7 @@ from megacpp.config.schema import Config, MeshConfig
 from megacpp.config.settings import setting
 from megacpp.errors import ConfigError, config_error
 from megacpp.launch.command import node_lines, quoted, torchrun_words
+from megacpp.memory.budget import as_planned
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.forms.detail import detail_of
 from megacpp.memory.planner import REASONS, Candidate, Plan, plan
@@ -61,7 +62,7 @@ class PlanArgs:
     world: int | None = setting(
         None, "Devices of the cluster.", "devices", at_least=1, at_most=MOST_RANKS
     )
-    memory: str = setting("", "Memory of a device: 141GiB, 80GB (a bare number: GiB).")
+    memory: str = setting("", "Memory of a device: 141GiB, 80GB, 80 (GiB); else that of --gpu.")
     tokens_per_step: int = setting(
         0, "Tokens of a step over all ranks (0: the preset's).", "tokens", at_least=0
     )
@@ -137,9 +138,11 @@ def _asked(args: PlanArgs, words: list[str]) -> Asked:
     written = read_run([*words, *(["--data.seq-len", str(args.seq)] if args.seq else [])])
     config = written.config
     check(_alone(config), 1)
-    memory = memory_bytes(args.memory) if args.memory else int(config.memory.device_gib * GIB)
+    gib = config.memory.device_gib or (gpu(args.gpu).hbm_gib if args.gpu else 0)
+    memory = memory_bytes(args.memory) if args.memory else int(gib * GIB)
     if not memory:
-        raise config_error("memory", args.memory, "of a device is needed", "write --memory 141GiB")
+        rule, fix = "of a device is needed", "write --memory 141GiB, or --gpu H200"
+        raise config_error("memory", args.memory, rule, fix)
     tokens = args.tokens_per_step or config.train.tokens_per_step
     if not tokens:
         raise config_error(
@@ -248,6 +251,8 @@ def _show(
 ) -> None:
     from rich.console import Console
 
+    from parallel.simulate.gpu_stand_ins import untraced_words
+
     console = Console(width=columns(), highlight=False, soft_wrap=False)
     for line in _heading(asked, found):
         console.print(line, markup=False)
@@ -262,7 +267,8 @@ def _show(
     words = f"#1 sends a step: {', '.join(axes) or 'nothing'}"
     for line in wrapped(words.replace(" GiB", "\u00a0GiB")):
         console.print(line.replace("\u00a0", " "), markup=False)
-    for line in why:
+    note = untraced_words(as_planned(shown[0].config))
+    for line in (*why, *(wrapped(note) if note else ())):
         console.print(line, markup=False)
     console.print("\nbest:", markup=False)
     for line in node_lines(asked.world, asked.per_node):

@@ -78,10 +78,11 @@ def command_help(
         usage: the command without its flags (`megacpp plan`).
         words: paragraphs about it.
         settings: its own flags.
-        runs: it also takes preset and flags of a run.
+        runs: it also takes preset and flags of a run; of a run that is there, flags alone.
     """
     flags = [one.place if one.required else f"[{one.place}]" for one in settings.values()]
-    run = ["[PRESET]", "[--config FILE]", "[--section.key VALUE ...]"] if runs else []
+    preset = [] if "run" in settings else ["[PRESET]", "[--config FILE]"]
+    run = [*preset, "[--section.key VALUE ...]"] if runs else []
     # A flag and its value stay on one line.
     text = " ".join(word.replace(" ", "\u00a0") for word in (usage, *run, *flags))
     lines = wrapped(f"usage:\u00a0{text}", " " * 8)
@@ -91,7 +92,8 @@ def command_help(
     if settings:
         out += ["", *flag_lines(settings.values(), {})]
     if runs:
-        out += ["", "PRESET and settings are those of `train.py --help`."]
+        names = "PRESET and settings" if preset else "Settings"
+        out += ["", f"{names} are those of `train.py --help`."]
     return "\n".join(out)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megacpp.config.schema import Config, MeshConfig
@@ -152,8 +152,8 @@ class Plan:
 
         Both plans must have the same policies.
         """
-        theirs = _cut(other)
-        return next((one for one in self.candidates if _cut(one).beats(theirs)), None)
+        theirs = _cut_of(other)
+        return next((one for one in self.candidates if _cut_of(one).beats(theirs)), None)
 
 
 def plan(
@@ -182,9 +182,9 @@ def plan(
     search = _Search(config, world, budget_bytes, tokens_per_step, fixed, estimator)
     for mesh in watch(tuple(meshes(config, world, fixed))):
         search.look_at(mesh)
-    found = tuple(sorted(search.found, key=lambda c: c.score))
-    found = tuple(search.without_waits(c) for c in found[:SHOWN]) + found[SHOWN:]
-    return search.plan(found)
+    found = sorted(search.found, key=lambda c: c.score)
+    found[:SHOWN] = sorted(map(search.without_waits, found[:SHOWN]), key=lambda c: c.score)
+    return search.plan(tuple(found))
 
 
 def deciding(better: Score, worse: Score) -> str:
@@ -211,10 +211,12 @@ class _Cut(NamedTuple):
         return self[:4] != other[:4] and all(a <= b for a, b in zip(self, other, strict=True))
 
 
-def _cut(of: Candidate) -> _Cut:
-    mesh = of.config.mesh
-    axes = mesh.tp, mesh.cp, mesh.pp, mesh.dp_replicate
-    return _Cut(*axes, -of.device_tokens, of.score.policy)
+def _cut(mesh: MeshConfig, tokens: float, policy: int) -> _Cut:
+    return _Cut(mesh.tp, mesh.cp, mesh.pp, mesh.dp_replicate, -tokens, policy)
+
+
+def _cut_of(one: Candidate) -> _Cut:
+    return _cut(one.config.mesh, one.device_tokens, one.score.policy)
 
 
 class _Search:
@@ -307,21 +309,19 @@ class _Search:
         if misfit > found.score.misfit:
             return found
         settings = (*found.settings, ("mesh.ep_dispatch", "padded"))
-        return replace(found, config=config, estimate=needs, rank=rank, settings=settings)
+        free = (self.budget - needs.point) * 100 // max(1, self.budget)
+        score = found.score._replace(misfit=misfit, less_headroom=-free)
+        return Candidate(config, found.policy, needs, rank, score, settings)
 
     def _undominated(self, mesh: MeshConfig, rows: Sequence[int], policy: int) -> list[int]:
-        cuts = {r: self._cut(mesh, r, policy) for r in rows}
+        cuts = {r: _cut(mesh, device_tokens(self.config, mesh, r), policy) for r in rows}
         return [r for r, cut in cuts.items() if not any(c.beats(cut) for c in self.front)]
-
-    def _cut(self, mesh: MeshConfig, rows: int, policy: int) -> _Cut:
-        tokens = device_tokens(self.config, mesh, rows)
-        return _Cut(mesh.tp, mesh.cp, mesh.pp, mesh.dp_replicate, -tokens, policy)
 
     def _add(self, found: Sequence[Candidate]) -> None:
         self.found += found
         sure = [c for c in found if c.score.misfit == FITS]
         if sure:  # of those with the same policy, the one with the most rows beats what others beat
-            cut = _cut(max(sure, key=lambda c: c.config.train.device_batch_size))
+            cut = _cut_of(max(sure, key=lambda c: c.config.train.device_batch_size))
             if cut not in self.front:
                 self.front.append(cut)
 

@@ -16,6 +16,8 @@ NUMBER = (int, float)
 STEP: dict[str, tuple[type, ...]] = {
     "step": (int,),
     "tokens": (int,),
+    "valid_tokens": (int,),
+    "grad_accum": (int,),
     "skipped": (bool,),
     "lr_groups": (dict,),
     "loss_by_source": (dict,),
@@ -25,13 +27,15 @@ STEP: dict[str, tuple[type, ...]] = {
     "load_entropy": (dict,),
     **dict.fromkeys(("loss", "bits_per_byte", "grad_norm", "lr", "mfu"), NUMBER),
     **dict.fromkeys(("tokens_per_s", "step_s", "peak_bytes", "nonfinite"), NUMBER),
-    **dict.fromkeys(("grad_norm_ratio", "loss_sigma"), NUMBER),
+    **dict.fromkeys(("grad_norm_ratio", "loss_sigma", "loss_scale"), NUMBER),
+    **dict.fromkeys(("aux_gradient_ratio", "audit_s"), NUMBER),
 }
 EVALUATION: dict[str, tuple[type, ...]] = {
     "step": (int,),
     "no_verdict": (str,),
     "val_loss": (dict,),
     **dict.fromkeys(("loss", "bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte"), NUMBER),
+    "complete": NUMBER,
 }
 OBJECTS = ("config", "parameters", "mesh", "versions", "memory", "traffic", "policy")
 

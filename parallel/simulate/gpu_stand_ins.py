@@ -33,7 +33,7 @@ from parallel.simulate.library_stand_ins import flex, mimo, siso
 
 # Of each operation, backends whose allocations a trace has, beside torch's.
 TRACED = {
-    "attention": ("varlen", "varlen_padded", "flex"),
+    "attention": ("varlen", "varlen_padded", "flex", "merged"),
     "mamba3": ("mamba_ssm", "tilelang"),
     "m2rnn": ("triton",),
     "experts": ("triton",),
@@ -62,6 +62,15 @@ def traced_words(config: Config) -> str:
             found.append(f"{operation} {backend}")
             found[-1] += f" (not {taken})" if taken != backend else ""
     return ", ".join(found) or "torch"
+
+
+def untraced_words(config: Config) -> str:
+    """Return a note on kernels of a launch that can't be traced here; empty: all are."""
+    words = traced_words(config)
+    if "(not " not in words:
+        return ""
+    lacking = importlib.util.find_spec("triton") is None
+    return f"counted with kernels: {words}" + ("; triton isn't installed here" if lacking else "")
 
 
 @contextmanager

@@ -245,9 +245,13 @@ def test_experts_rows_are_padded_where_that_fits() -> None:
             (c.knobs().get("mesh.ep_dispatch", "per_rank")) == c.config.mesh.ep_dispatch
             for c in found
         )
+        free = [(150 - c.estimate.point) * 100 // 150 for c in found]
+        assert [-c.score.less_headroom for c in found] == free
+        assert [c.score for c in found] == sorted(c.score for c in found)
         return {c.config.mesh.ep_dispatch for c in found}
 
-    assert chosen(2, more=0) == {"padded"} and chosen(1, more=0) == {"per_rank"}
+    assert chosen(2, more=0) == chosen(2, more=20) == {"padded"}
+    assert chosen(1, more=0) == {"per_rank"}
     assert chosen(2, more=100) == chosen(8, more=0) == {"per_rank"}
     assert chosen(2, more=0, top_k=2) == {"per_rank"}
     assert chosen(2, 0, "mesh.ep_dispatch") == {"per_rank"}

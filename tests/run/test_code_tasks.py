@@ -11,6 +11,8 @@ import pytest
 
 from megacpp.cli.main import main
 from megacpp.cli.weights import held_out_documents
+from megacpp.config.arguments import read_run
+from megacpp.config.checks.every import OWN_TASKS, broken
 from megacpp.run import code_tasks, harness
 from megacpp.run.code_tasks import accepts, compiler, run_code_tasks, without_a_line
 from megacpp.run.harness import Subject
@@ -58,6 +60,19 @@ def test_they_need_no_lm_eval(
     monkeypatch.setattr(harness, "_imported", absent)
     assert main(["eval", str(run), "--tasks", "fim", "--limit", "1"]) == 0
     assert "exact_match" in capsys.readouterr().out
+
+
+def test_a_run_needs_lm_eval_for_its_tasks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(OWN_TASKS) == code_tasks.CODE_TASKS.keys()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
+    own, others = (
+        list(broken(read_run(["tiny", "--run.tasks", tasks]).config, 1))
+        for tasks in ("fim,compiles", "fim,piqa")
+    )
+    assert not own
+    assert [str(error).partition(". Fix")[0] for error in others] == [
+        "run.tasks=fim,piqa: lm-eval, which piqa needs, isn't installed"
+    ]
 
 
 def test_a_model_that_knows_the_lines_fills_them_in(

@@ -29,6 +29,8 @@ from megacpp.model.regions import compiled_budget
 from megacpp.model.stages import chunk_rules, enough_microbatches, pipeline_rules
 from megacpp.urls import is_url
 
+OWN_TASKS = ("fim", "compiles")  # need no lm-eval (megacpp/run/code_tasks.py)
+
 Rules = Callable[[Config, int], Iterator[ConfigError]]
 SIZES = ("model.", "mesh.", "run.", "data.", "train.", "precision.fp8_ends")
 MOST_PLACES = 2**31 - 1  # tokens of a microbatch: kernels number them in 32 bits
@@ -241,8 +243,9 @@ def _tasks(config: Config) -> Iterator[ConfigError]:
     if run.tasks_every and not run.tasks.strip():
         rule = "there is no run.tasks to evaluate"
         yield config_error("run.tasks_every", run.tasks_every, rule, "name them, or use 0")
-    if run.tasks and importlib.util.find_spec("lm_eval") is None:
-        rule = "lm-eval isn't installed"
+    others = {name.strip() for name in run.tasks.split(",")} - {"", *OWN_TASKS}
+    if others and importlib.util.find_spec("lm_eval") is None:
+        rule = f"lm-eval, which {', '.join(sorted(others))} needs, isn't installed"
         yield config_error("run.tasks", run.tasks, rule, "pip install 'megacpp[eval]'")
 
 
