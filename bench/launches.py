@@ -44,6 +44,7 @@ from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
 from megacpp.kernels.experts import rows as rows_of_experts
 from megacpp.kernels.experts.rows import group_rows
 from megacpp.kernels.experts.sizes import most_slots
+from megacpp.kernels.m2rnn import chunks as m2rnn_chunks
 from megacpp.launch.record import git_commit
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
@@ -54,6 +55,7 @@ PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
 HEADING = "## Launches of a block"
 COMPILED_HEADING = "## Launches of a compiled block"
 ROWS, TOKENS = 2, 4096
+RECURRENCE = m2rnn_chunks._Chunk  # token after token; traces have all of a chunk at once
 # Kind of block, operation, backend.
 CASES = (
     ("A", "", ""),
@@ -134,6 +136,7 @@ def counted() -> Iterator[LaunchCounter]:
             (m2rnn_triton.Launch, "_start", counter.kernel),
             (torch.ops.aten, "_fused_rms_norm", counter._rms_norm),
             (experts, "group_rows", group_rows),
+            (m2rnn_chunks, "_Chunk", RECURRENCE),
             (rows_of_experts, "_slots", lambda sizes, *rest: most_slots(len(sizes), *rest)),
         ):
             stack.enter_context(patch.object(owner, name, instead))

@@ -317,9 +317,9 @@ class PrecisionConfig:
 class KernelsConfig:
     """Code of each hot operation; a backend that is named and can't run is refused."""
 
-    attention: Literal["auto", "varlen", "flex", "varlen_padded", "torch", "reference"] = setting(
-        "auto", "Backend of attention (auto: the first that can run here)."
-    )
+    attention: Literal[
+        "auto", "varlen", "flex", "merged", "varlen_padded", "torch", "reference"
+    ] = setting("auto", "Backend of attention (auto: the first that can run here).")
     mamba3: Literal["auto", "mamba_ssm", "tilelang", "torch", "reference"] = setting(
         "auto", "Backend of Mamba-3's scan (auto: the first that can run here)."
     )

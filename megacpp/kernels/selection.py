@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 from megacpp.config.schema import Config, KernelsConfig
 from megacpp.errors import ConfigError, config_error
-from megacpp.kernels.attention.support import flex, varlen, varlen_padded
+from megacpp.kernels.attention.support import flex, merged, varlen, varlen_padded
 from megacpp.kernels.gated_delta_rule.support import fla
 from megacpp.kernels.host import Host, installed
 from megacpp.kernels.m2rnn.support import m2rnn_triton
@@ -111,6 +111,7 @@ OPERATIONS: dict[str, Operation] = {
         (
             Backend("varlen", "flash kernels over documents end to end", varlen),
             Backend("flex", "kernels compiled around documents and soft cap", flex),
+            Backend("merged", "flash kernels for the parts of a ring, by log-sum-exp", merged),
             Backend("varlen_padded", "varlen, v in the dim of q", varlen_padded, False),
             Backend("torch", "scaled_dot_product_attention, a mask for packed rows", always),
             _definition("one query after another", whole_rows),

@@ -78,10 +78,21 @@ def block_transfers(config: Config, own: LocalShapes, size: int) -> dict[str, tu
             ("ep", [k for k in kinds if k[0] == "E"], "all_to_all"),
         ):
             if total[axis] and kind in mine:
-                here += [Transfer(axis, how, total[axis] / (4 * len(mine)))] * 2
+                one = Transfer(axis, how, total[axis] / (4 * len(mine)))
+                here += [one, one if axis == "tp" else _beside_shared(one, config)]
         here += [t._replace(bytes=t.bytes * more) for t in context.get(kind, ())]
         found[kind] = tuple(here)
     return found
+
+
+def _beside_shared(back: Transfer, config: Config) -> Transfer:
+    """Return the way back from experts, which takes place beside the products of shared ones."""
+    model, e = config.model, config.model.moe
+    shared = 3 * model.dim * e.num_shared * e.shared_hidden_dim
+    if not shared:
+        return back
+    every = KINDS["E"].multiply_adds(model, config.data.seq_len)
+    return back._replace(hidden="products", share=shared / every)
 
 
 def _context(own: LocalShapes, kind: str) -> tuple[Transfer, ...]:

@@ -48,12 +48,14 @@ class Transfer(NamedTuple):
         bytes: of the larger side.
         hidden: what it runs beside in the same pass, as far as that lasts: `products`, or `attend`,
             attention with the keys that the rank has before any other's arrive.
+        share: part of these that it can run beside.
     """
 
     axis: str
     kind: str
     bytes: float
     hidden: str = ""
+    share: float = 1.0
 
 
 class BlockWork(NamedTuple):
@@ -190,13 +192,13 @@ def pass_seconds(
         parts["host"] += wait
     axes = dict(spreads)
     beside = {"products": BESIDE * parts["products"], "attend": parts["attention"]}
-    for axis, kind, count, hidden in sent:
+    for axis, kind, count, hidden, share in sent:
         group = axes.get(axis)
         if group is None or group.size == 1:
             continue
         time = collectives.seconds(kind, count, group, gpu)
         if hidden:
-            room = beside[hidden] / (group.size if hidden == "attend" else 1)
+            room = share * beside[hidden] / (group.size if hidden == "attend" else 1)
             open_ = max(time / group.size, time - room)
             beside[hidden] -= time - open_
             time = open_ + SLOWED * (time - open_)

@@ -133,7 +133,8 @@ class RingAttention(ContextCore):
             return latents.expand_kv(c_BSC, k_pe_BSR, *weight_XC)
 
         scores = Scores(self.scale, self.softcap)
-        ring = Ring(self.layout, self.group, docs, expand, scores, self.observe)
+        flash = self.kernels.attention == "merged"
+        ring = Ring(self.layout, self.group, docs, expand, scores, self.observe, flash)
         block_BtX = torch.cat((k_BtKH, v_BtKV), -1).flatten(2)
         weight_XC = () if latents is None else (latents.expansion,)
         return ring_attention(q_BtNH, block_BtX, ring, weight_XC)

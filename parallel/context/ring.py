@@ -11,6 +11,7 @@ heads, G = N / K, H query/key head dim, V value head dim, X numbers of a token i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.attention.causal import document_mask
-from megacpp.kernels.attention.parts import AttentionGradient, RunningAttention, Scores
-from megacpp.kernels.autograd import wide
+from megacpp.kernels.attention.parts import (
+    AttentionGradient,
+    RunningAttention,
+    Scores,
+    by_key_head,
+)
+from megacpp.kernels.attention.segments import Segments, earlier_segments, own_segments
+from megacpp.kernels.autograd import autocast_dtype, wide
 from megacpp.model.documents import Documents
 from parallel.context.layout import ContextLayout
 from parallel.context.segments import row_of
@@ -44,6 +51,8 @@ class Ring:
         scores: scale and soft cap.
         observe: called in forward with the queries `[B, t, N, H]` and the keys `[B, S, K, H]` of
             every block that some of them see, and the documents of both.
+        flash: attend by torch's flash kernels and merge what they return; needs no soft cap and no
+            window.
     """
 
     layout: ContextLayout
@@ -52,15 +61,24 @@ class Ring:
     expand: Expand
     scores: Scores
     observe: Observe | None = None
+    flash: bool = False
 
 
 @dataclass(frozen=True)
 class Look:
-    """Queries of one chunk and the keys of a block that are not all behind them."""
+    """Queries of one chunk and the keys of a block that are not all behind them.
+
+    Attributes:
+        rows: queries, among this rank's tokens.
+        keys: tokens of the block.
+        mask_B1TS: which queries see which keys; None: all see all.
+        segments: the same for the flash kernels; None: they aren't used.
+    """
 
     rows: slice
-    num_keys: int
-    mask_B1TS: Tensor | None
+    keys: slice
+    mask_B1TS: Tensor | None = None
+    segments: Segments | None = None
 
 
 def ring_attention(
@@ -77,6 +95,8 @@ def ring_attention(
         ring: settings.
         weights: passed to `ring.expand`.
     """
+    if ring.flash:
+        q_BtNH, block_BtX = (x.to(autocast_dtype(x) or x.dtype) for x in (q_BtNH, block_BtX))
     with torch.autocast(q_BtNH.device.type, enabled=False):
         return _RingAttention.apply(q_BtNH, block_BtX, ring, *weights)  # type: ignore[return-value]
 
@@ -116,12 +136,15 @@ class _RingAttention(torch.autograd.Function):
                 ring.observe(q_BtNH, k_BSKH, ring.docs, keys_seen)
             k, v = _by_head((k_BSKH, v_BSKV))
             if running is None:  # the own block, in which every query finds at least itself
-                q_BKtGH = _grouped(q_BtNH, k.shape[1])
+                q_BKtGH = by_key_head(q_BtNH, k.shape[1])
                 running = RunningAttention.of_no_keys(q_BKtGH, v.shape[-1], ring.scores)
             for look in looks:
-                keys = slice(look.num_keys)
-                part = q_BKtGH[:, :, look.rows], k[:, :, keys], v[:, :, keys]
-                running.rows(look.rows).add(*part, look.mask_B1TS)
+                rows = running.rows(look.rows)
+                part = q_BKtGH[:, :, look.rows], k[:, :, look.keys], v[:, :, look.keys]
+                if look.segments is not None:
+                    rows.add_segments(*part, look.segments)
+                else:
+                    rows.add(*part, look.mask_B1TS)
         assert running is not None
         o_BKtGV, lse_BKtG1 = running.finish()
         o_BtNV = o_BKtGV.transpose(1, 2).flatten(2, 3).to(q_BtNH.dtype)
@@ -141,7 +164,7 @@ def _gradients(ctx: Any, do_BtNV: Tensor) -> tuple[Tensor | None, ...]:
     q_BtNH, block_BtX, o_BtNV, lse_BKtG1, *weights = ctx.saved_tensors
     ring: Ring = ctx.ring
     heads = lse_BKtG1.shape[1]
-    q, o, do = (_grouped(x, heads) for x in (q_BtNH, o_BtNV, do_BtNV))
+    q, o, do = (by_key_head(x, heads) for x in (q_BtNH, o_BtNV, do_BtNV))
     gradient = AttentionGradient.begin(q, o, do, lse_BKtG1, ring.scores)
     d_weights = [
         torch.zeros_like(wide(w)) if need else None
@@ -194,9 +217,12 @@ def _block_gradient(
     k, v = _by_head(tuple(x.detach() for x in expanded))
     dk, dv = torch.zeros_like(wide(k)), torch.zeros_like(wide(v))
     for look in looks:
-        keys = slice(look.num_keys)
-        part = q_BKtGH[:, :, look.rows], k[:, :, keys], v[:, :, keys]
-        gradient.rows(look.rows).add(*part, look.mask_B1TS, dk[:, :, keys], dv[:, :, keys])
+        rows, part = gradient.rows(look.rows), (k[:, :, look.keys], v[:, :, look.keys])
+        sums = dk[:, :, look.keys], dv[:, :, look.keys]
+        if look.segments is not None:
+            rows.add_segments(q_BKtGH[:, :, look.rows], *part, look.segments, *sums)
+        else:
+            rows.add(q_BKtGH[:, :, look.rows], *part, look.mask_B1TS, *sums)
     d_expanded = [d.transpose(1, 2).to(x.dtype) for d, x in zip((dk, dv), expanded, strict=True)]
     wanted = [(w, d) for w, d in zip(leaves, d_weights, strict=True) if d is not None]
     d_seen, *d_wanted = torch.autograd.grad(expanded, [seen, *(w for w, _ in wanted)], d_expanded)
@@ -210,8 +236,12 @@ def _looks(ring: Ring, source: int) -> list[Look]:
     """Return this rank's chunks that see tokens of the rank `source`, with keys and masks."""
     layout, docs = ring.layout, ring.docs
     size = docs.ids_BT.shape[1] // layout.per_rank
-    looks = []
+    looks: list[Look] = []
     for place, chunk in enumerate(layout.chunks[layout.rank]):
+        rows = slice(place * size, (place + 1) * size)
+        if ring.flash:
+            looks += _flash_looks(ring, source, chunk, rows)
+            continue
         seen = seen_chunks(layout, chunk, source)
         if not seen:
             continue
@@ -219,8 +249,33 @@ def _looks(ring: Ring, source: int) -> list[Look]:
         if chunk in seen or docs.window or not row_of(docs, layout).whole:
             own, others = (chunk_documents(docs, layout, chunks) for chunks in ((chunk,), seen))
             mask_B1TS = document_mask(own, others)
-        looks.append(Look(slice(place * size, (place + 1) * size), len(seen) * size, mask_B1TS))
+        looks.append(Look(rows, slice(len(seen) * size), mask_B1TS))
     return looks
+
+
+def _flash_looks(ring: Ring, source: int, chunk: int, rows: slice) -> list[Look]:
+    """Return a look of a chunk at each chunk of the rank `source` that it may see.
+
+    The chunk itself comes first: there every query finds a key (`RunningAttention`).
+    """
+    layout, docs = ring.layout, ring.docs
+    assert not docs.window and ring.scores.softcap is None
+    row, size = row_of(docs, layout), rows.stop - rows.start
+
+    def segments(other: int) -> Segments:
+        if other == chunk:
+            return own_segments(row, chunk * size, size)
+        own, earlier = (chunk_documents(docs, layout, (c,)) for c in (chunk, other))
+        return earlier_segments(own, earlier)
+
+    return [
+        Look(
+            rows,
+            slice(place * size, (place + 1) * size),
+            segments=docs.memo(("segments of", chunk, other), functools.partial(segments, other)),
+        )
+        for place, other in reversed([*enumerate(seen_chunks(layout, chunk, source))])
+    ]
 
 
 class _Passing:
@@ -255,19 +310,14 @@ def _around(block: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
 
 def _seen(block_BtX: Tensor, looks: list[Look]) -> Tensor:
     """Return the tokens of a block that some query sees."""
-    return block_BtX[:, : max(look.num_keys for look in looks)]
+    return block_BtX[:, : max(look.keys.stop for look in looks)]
 
 
 def _documents_seen(ring: Ring, source: int, looks: list[Look]) -> Documents:
     """Return the documents of the tokens that `_seen` takes of a rank's block."""
     size = ring.docs.ids_BT.shape[1] // ring.layout.per_rank
-    num_chunks = max(look.num_keys for look in looks) // size
+    num_chunks = max(look.keys.stop for look in looks) // size
     return chunk_documents(ring.docs, ring.layout, ring.layout.chunks[source][:num_chunks])
-
-
-def _grouped(x_BtNH: Tensor, num_kv_heads: int) -> Tensor:
-    """Return `[B, t, N, H]` as `[B, K, t, G, H]`."""
-    return x_BtNH.unflatten(2, (num_kv_heads, -1)).transpose(1, 2)
 
 
 def _by_head(keys_values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

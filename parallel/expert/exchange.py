@@ -48,6 +48,7 @@ from megacpp.kernels.experts.rows import (
 )
 from megacpp.model.transfer import listed
 from parallel.collectives import gather_plain, send_rows, send_rows_plain
+from parallel.expert.beside import Made, Work, send_rows_beside
 from parallel.expert.even_routing import EvenRouting
 
 
@@ -87,11 +88,17 @@ class Copies:
     at_source: Groups
     at_experts: Groups
 
-    def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return outputs of this rank's tokens, `[T, D]` in fp32 (or fp64), from expert rows."""
-        rows_RD = rows_SD.index_select(0, self.at_experts.slot_KT[0])
-        rows_SD = send_rows(rows_RD, self.arriving, self.leaving, self.owners.group)
-        return gather_rows(rows_SD, weights_TK, self.at_source)
+    def back(self, rows_SD: Tensor, weights_TK: Tensor, work: Work[Made]) -> tuple[Tensor, Made]:
+        """Return outputs of this rank's tokens, `[T, D]` in fp32 (or fp64), and `work()`.
+
+        Args:
+            rows_SD: rows of this rank's experts.
+            weights_TK: of the tokens' experts.
+            work: runs while the rows travel.
+        """
+        rows_RD, group = rows_SD.index_select(0, self.at_experts.slot_KT[0]), self.owners.group
+        rows_SD, made = send_rows_beside(rows_RD, self.arriving, self.leaving, group, work)
+        return gather_rows(rows_SD, weights_TK, self.at_source), made
 
 
 @dataclass(frozen=True)
@@ -104,11 +111,11 @@ class Tokens:
     at_source: Groups
     at_experts: Groups
 
-    def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return outputs of this rank's tokens (`Copies.back`) from rows that are weighed."""
-        part_RD = sum_rows(rows_SD, self.at_experts).to(rows_SD.dtype)
-        part_SD = send_rows(part_RD, self.arriving, self.leaving, self.owners.group)
-        return sum_rows(part_SD, self.at_source)
+    def back(self, rows_SD: Tensor, weights_TK: Tensor, work: Work[Made]) -> tuple[Tensor, Made]:
+        """Return outputs (`Copies.back`) from rows that are weighed."""
+        part_RD, group = sum_rows(rows_SD, self.at_experts).to(rows_SD.dtype), self.owners.group
+        part_SD, made = send_rows_beside(part_RD, self.arriving, self.leaving, group, work)
+        return sum_rows(part_SD, self.at_source), made
 
 
 @dataclass(frozen=True)
@@ -119,12 +126,12 @@ class Slots:
     at_source: Groups
     at_experts: Groups
 
-    def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return outputs of this rank's tokens (`Copies.back`); a dropped copy adds nothing."""
+    def back(self, rows_SD: Tensor, weights_TK: Tensor, work: Work[Made]) -> tuple[Tensor, Made]:
+        """Return outputs (`Copies.back`); a dropped copy adds nothing."""
         each = [len(rows_SD) // self.owners.ranks] * self.owners.ranks
         rows_RD = rows_SD.index_select(0, self.at_experts.slot_KT[0])
-        rows_SD = send_rows(rows_RD, each, each, self.owners.group)
-        return gather_rows(rows_SD, weights_TK, self.at_source)
+        rows_SD, made = send_rows_beside(rows_RD, each, each, self.owners.group, work)
+        return gather_rows(rows_SD, weights_TK, self.at_source), made
 
 
 @dataclass(frozen=True)
@@ -134,12 +141,12 @@ class Everywhere:
     owners: Owners
     at_experts: Groups
 
-    def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return outputs of this rank's tokens (`Copies.back`) from rows that are weighed."""
-        part_RD = sum_rows(rows_SD, self.at_experts).to(rows_SD.dtype)
-        each = [len(part_RD) // self.owners.ranks] * self.owners.ranks
-        part_RD = send_rows(part_RD, each, each, self.owners.group)
-        return part_RD.view(self.owners.ranks, each[0], -1).sum(0, dtype=weights_TK.dtype)
+    def back(self, rows_SD: Tensor, weights_TK: Tensor, work: Work[Made]) -> tuple[Tensor, Made]:
+        """Return outputs (`Copies.back`) from rows that are weighed."""
+        part_RD, ranks = sum_rows(rows_SD, self.at_experts).to(rows_SD.dtype), self.owners.ranks
+        each = [len(part_RD) // ranks] * ranks
+        part_RD, made = send_rows_beside(part_RD, each, each, self.owners.group, work)
+        return part_RD.view(ranks, each[0], -1).sum(0, dtype=weights_TK.dtype), made
 
 
 DispatchCounts = Copies | Tokens | Slots | Everywhere

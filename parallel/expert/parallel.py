@@ -10,6 +10,7 @@ Legend: T tokens, K experts of a token, D model, S slots (rows in expert order).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
@@ -125,7 +126,7 @@ class ExpertCombine(nn.Module):
         rows_SD: Tensor,
         weights_TK: Tensor,
         counts: DispatchCounts,
-        plus_TD: Tensor | None = None,
+        plus: Callable[[], Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Return the sum of each token's rows, `[T, D]`, added up in fp32 (or fp64).
@@ -134,9 +135,9 @@ class ExpertCombine(nn.Module):
             rows_SD: outputs of the experts.
             weights_TK: of the copies.
             counts: way back.
-            plus_TD: added to the sums.
+            plus: computes what is added to the sums, `[T, D]`, while the rows travel; None: 0.
             dtype: of the result; None: fp32 (or fp64).
         """
-        y_TD = counts.back(rows_SD, weights_TK)
+        y_TD, plus_TD = counts.back(rows_SD, weights_TK, plus or (lambda: None))
         y_TD = y_TD if plus_TD is None else y_TD + plus_TD
         return y_TD.to(dtype or y_TD.dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import torch
@@ -17,6 +19,7 @@ from megacpp.blocks.attention.gqa import GroupedQueryAttention
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.attention import flex as attention_flex
+from megacpp.kernels.attention import segments
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Normal, initialise
 
@@ -125,3 +128,78 @@ def varlen_on_a_cpu() -> Iterator[list[list[int]]]:
 
     with mock.patch.object(varlen, "varlen_attn", one_by_one):
         yield given
+
+
+class FlashOnACpu:
+    """torch's flash operators for segments, one segment after another by its operators for CPUs.
+
+    As on a GPU a query without a key gets the output 0 and the log-sum-exp +inf.
+
+    Attributes:
+        pairs: queries and keys of each segment of a forward that has both.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[int, int]] = []
+
+    def _flash_attention_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *settings: Any, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        causal, o = settings[5], torch.zeros_like(q)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        lse = torch.full(q.shape[1::-1], float("inf"), dtype=wide)
+        for rows, keys in self._each(q, k, *settings[:4], causal=causal):
+            self.pairs.append((rows.stop - rows.start, keys.stop - keys.start))
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *_heads_first(q[rows], *_repeated(q, k[keys], v[keys])), 0.0, causal, scale=scale
+            )
+            o[rows], lse[:, rows] = found[0][0].transpose(0, 1), found[1][0]
+        return o, lse
+
+    def _flash_attention_backward(
+        self, *tensors_and_settings: Any, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        do, q, k, v, o, lse, *settings = tensors_and_settings
+        causal, (dq, dk, dv) = settings[5], (torch.zeros_like(x) for x in (q, k, v))
+        for rows, keys in self._each(q, k, *settings[:4], causal=causal):
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *_heads_first(do[rows], q[rows], *_repeated(q, k[keys], v[keys]), o[rows]),
+                lse[None, :, rows],
+                0.0,
+                causal,
+                scale=scale,
+            )
+            of_rows, *of_keys = (d[0].transpose(0, 1) for d in found)
+            dq[rows] = of_rows
+            dk[keys], dv[keys] = (d.unflatten(1, (k.shape[1], -1)).sum(2) for d in of_keys)
+        return dq, dk, dv
+
+    def _each(
+        self, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, *longest: int, causal: bool
+    ) -> list[tuple[slice, slice]]:
+        found = []
+        for ends, tokens in ((of_q, len(q)), (of_k, len(k))):
+            assert ends.dtype == torch.int32 and (ends.diff() >= 0).all()
+            assert ends[0] == 0 and ends[-1] == tokens
+        for a, b in zip(pairwise(of_q.tolist()), pairwise(of_k.tolist()), strict=True):
+            assert a[1] - a[0] <= longest[0] and b[1] - b[0] <= longest[1]
+            assert a == b or not causal
+            if a[0] < a[1] and b[0] < b[1]:
+                found.append((slice(*a), slice(*b)))
+        return found
+
+
+@contextmanager
+def segments_on_a_cpu() -> Iterator[FlashOnACpu]:
+    """Flash kernels for segments without a GPU."""
+    operators = FlashOnACpu()
+    with mock.patch.object(segments, "OPERATORS", operators):
+        yield operators
+
+
+def _repeated(q: Tensor, *keys_values: Tensor) -> list[Tensor]:
+    return [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in keys_values]
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(0, 1)[None] for x in tensors]

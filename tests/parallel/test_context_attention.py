@@ -26,6 +26,7 @@ from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.attention import softcap as softcap_attention
 from megacpp.kernels.attention.parts import Scores
+from megacpp.kernels.backend import Kernels
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Normal, initialise
 from parallel.context.attention import ContextAttention, Kind
@@ -36,7 +37,7 @@ from parallel.plans import PARAMETERS
 from parallel.styles import shard_parameter
 from tests.collectives import Collective, CollectiveCounter
 from tests.differences import largest, relative
-from tests.model.attention_cases import noise, packed
+from tests.model.attention_cases import noise, packed, segments_on_a_cpu
 from tests.ranks import run_ranks
 
 B, T, D = 2, 24, 16
@@ -76,6 +77,7 @@ class Case:
     docs: Literal["packed", "whole"] = "packed"
     dtype: torch.dtype = F64
     change: float = 0.0
+    backend: str = "torch"
 
 
 @dataclass
@@ -131,13 +133,16 @@ def whole(case: Case) -> Part:
 
 def part(rank: int, mesh: DeviceMesh, case: Case) -> Part:
     layout = ContextLayout.for_rank(case.order, rank, mesh.size())
-    mixer = applied(mixer_of(case.mixer, case.dtype), case.kind, layout, mesh)
+    plain = mixer_of(case.mixer, case.dtype)
+    plain.inner.kernels = Kernels(attention=case.backend)
+    mixer = applied(plain, case.kind, layout, mesh)
     index_T = layout.index(T)
-    return forward_backward(mixer, case, index_T, DOCS[case.docs].take(index_T))
+    with segments_on_a_cpu():
+        return forward_backward(mixer, case, index_T, DOCS[case.docs].take(index_T))
 
 
 def exact_cases(*documents: Literal["packed", "whole"]) -> list[Case]:
-    return [
+    found = [
         Case(mixer, kind, order, docs)
         for mixer in MIXERS
         for kind in KINDS
@@ -145,6 +150,8 @@ def exact_cases(*documents: Literal["packed", "whole"]) -> list[Case]:
         for docs in documents
         if (mixer, kind) != ("gqa_norm_one_kv_head", "heads")
     ]
+    rings = [c for c in found if c.kind == "ring" and "softcap" not in c.mixer]
+    return found + [replace(case, backend="merged") for case in rings]
 
 
 def other_cases() -> list[Case]:
@@ -152,11 +159,13 @@ def other_cases() -> list[Case]:
     narrow = [
         Case(m, kind, "head_tail", dtype=d) for m in MIXERS for kind in KINDS for d in (F32, BF16)
     ]
+    narrow += [replace(case, backend="merged") for case in narrow if case.kind == "ring"]
     return changed + [case for case in narrow if case.mixer in ("gqa", "mla")]
 
 
 def name_of(case: Case) -> str:
-    return f"{case.mixer}-{case.kind}-{case.order}-{case.docs}"
+    how = "merged" if case.backend == "merged" else case.kind
+    return f"{case.mixer}-{how}-{case.order}-{case.docs}"
 
 
 @functools.cache
@@ -203,11 +212,13 @@ def test_outputs_and_every_gradient_are_those_of_whole_rows(case: Case, world: i
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "backend"), [*((kind, "torch") for kind in KINDS), ("ring", "merged")]
+)
 @pytest.mark.parametrize("mixer", ["gqa", "mla"])
-def test_narrow_types(mixer: str, kind: Kind, world: int) -> None:
+def test_narrow_types(mixer: str, kind: Kind, backend: str, world: int) -> None:
     """fp32 to its rounding; bf16 is as far from fp64 as one process in bf16 is."""
-    case = Case(mixer, kind, "head_tail", dtype=F32)
+    case = Case(mixer, kind, "head_tail", dtype=F32, backend=backend)
     assert worst(joined(parts(world)[case]), whole(case)) <= 1e-5
     case = replace(case, dtype=BF16)
     found = joined(parts(world)[case])

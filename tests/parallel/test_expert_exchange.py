@@ -6,7 +6,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
@@ -314,11 +315,60 @@ def isolated_rank(rank: int, _size: int) -> dict[str, bool]:
     return found
 
 
+class Order(TorchDispatchMode):
+    """Products, sends of rows and waits, in the order of their calls."""
+
+    NAMES: ClassVar = {"all_to_all_single": "send", "wait_tensor": "wait", "mm": "product"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.NAMES and args[0].is_floating_point():
+            self.seen.append(self.NAMES[name])
+        return func(*args, **(kwargs or {}))
+
+
+def order_rank(rank: int, _size: int) -> dict[str, tuple[list[str], list[str]]]:
+    world, found = join(TWO, CPU), {}
+    for name, kind, capacity in CASES:
+        moe = replace(MOE, num_shared=1, capacity_factor=capacity)
+        mixer = mixer_of(moe, torch.float32, [])
+        spread_over(mixer, world, ExpertParallel(kind))
+        x = randn(1, 12, D, seed=rank).float().requires_grad_()
+        with Order() as forward:
+            y = mixer(x)
+        with Order() as backward:
+            y.square().sum().backward()
+        found[name] = forward.seen, backward.seen
+    return found
+
+
+CASES: list[tuple[str, Kind, float | None]] = [
+    ("per_rank", "per_rank", None),
+    ("per_expert", "per_expert", None),
+    ("padded", "padded", None),
+    ("slots", "per_rank", 1.25),
+]
+
+
+def test_rows_travel_while_the_shared_expert_computes() -> None:
+    """Three products beside the way back of outputs, six beside the way there of gradients."""
+    for found in run_ranks(order_rank, 2):
+        for name, (forward, backward) in found.items():
+            last = len(forward) - 1 - forward[::-1].index("send")
+            assert forward[last:] == ["send", *["product"] * 3, "wait"], name
+            first = backward.index("send")
+            assert backward[first : first + 8] == ["send", *["product"] * 6, "wait"], name
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_sum_has_the_type_that_is_asked_for(dtype: torch.dtype | None) -> None:
     rows_SD = torch.ones(2, 4)
-    counts: Any = SimpleNamespace(back=lambda rows, _: rows + rows)
-    y_TD = ExpertCombine()(rows_SD, torch.ones(2, 1), counts, plus_TD=rows_SD, dtype=dtype)
+    counts: Any = SimpleNamespace(back=lambda rows, _, work: (rows + rows, work()))
+    y_TD = ExpertCombine()(rows_SD, torch.ones(2, 1), counts, lambda: rows_SD, dtype)
     assert y_TD.dtype == (dtype or torch.float32) and (y_TD == 3).all()
 
 

@@ -11,6 +11,7 @@ from megacpp.cli.main import main
 from megacpp.cli.plan_order import Asked, by_speed
 from megacpp.cli.speed import predicted
 from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config
 from megacpp.memory.block_trace import BlockTrace
 from megacpp.memory.budget import as_run
 from megacpp.memory.plan_space import mesh_is_legal, meshes, policies, row_choices, with_knobs
@@ -70,6 +71,26 @@ def test_attention_starts_as_many_collectives_as_it_makes(
     step = step_work(config_of(*words, size=4), 4, "H100")
     sent = next(b for b in step.blocks if b.kind == "A").sent_forward
     assert [(t.kind, t.bytes) for t in sent] == [(kind, pytest.approx(bytes_))] * times
+
+
+def test_outputs_of_experts_come_back_beside_the_shared_expert() -> None:
+    """The exposed time grows by what was hidden, if there is no shared expert to hide it."""
+    words = ("nam52_deep_base", "--mesh.ep", "8")
+    config = config_of(*words, size=64)
+    e = next(b for b in step_work(config, 64, "H100").blocks if b.kind == "E")
+    there, back = (t for t in e.sent_forward if t.axis == "ep")
+    model, moe = config.model, config.model.moe
+    shared = 3 * model.dim * moe.num_shared * moe.shared_hidden_dim
+    routed = moe.top_k * 3 * model.dim * moe.hidden_dim + model.dim * moe.num_experts
+    assert (there.hidden, back.hidden) == ("", "products") and there.bytes == back.bytes
+    assert back.share == pytest.approx(shared / (shared + routed))
+    bare = config_of(*words, "--model.moe.num-shared", "0", size=64)
+    assert predicted_ep(config) < predicted_ep(bare)
+
+
+def predicted_ep(config: Config) -> float:
+    """Seconds of a step in which experts' rows are waited for."""
+    return predict(step_work(config, 64, "H100"), gpu("H100"), Rates()).parts["exposed ep"]
 
 
 def test_replicas_add_up_gradients_beside_the_backward() -> None:

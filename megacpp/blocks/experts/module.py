@@ -7,6 +7,8 @@ token, I hidden of an expert, S slots (copies of tokens in expert order).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -153,7 +155,7 @@ class Combine(nn.Module):
         rows_SD: Tensor,
         weights_TK: Tensor,
         groups: Groups,
-        plus_TD: Tensor | None = None,
+        plus: Callable[[], Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Return the sum of each token's rows, `[T, D]`, added up in fp32 (or fp64).
@@ -162,10 +164,10 @@ class Combine(nn.Module):
             rows_SD: outputs of the experts.
             weights_TK: for rows that come back from other ranks without their weights.
             groups: slots of the rows.
-            plus_TD: added to the sums.
+            plus: computes what is added to the sums, `[T, D]`; None: 0.
             dtype: of the result; None: fp32 (or fp64).
         """
-        return sum_rows(rows_SD, groups, plus_TD, dtype)
+        return sum_rows(rows_SD, groups, None if plus is None else plus(), dtype)
 
 
 class MixtureOfExperts(Tokenwise):
@@ -215,8 +217,8 @@ class MixtureOfExperts(Tokenwise):
     ) -> Tensor:
         arrived, counts = self.dispatch(x_TD, indices_TK, weights_TK, decoding)
         rows_SD = self.experts(*arrived)
-        shared_TD = None if self.shared is None else self.shared(x_TD)
-        return self.combine(rows_SD, weights_TK, counts, shared_TD, x_TD.dtype)
+        shared = None if self.shared is None else partial(self.shared, x_TD)
+        return self.combine(rows_SD, weights_TK, counts, shared, x_TD.dtype)
 
 
 def expert_capacity(tokens: int, moe: MoEConfig) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megacpp.kernels.attention.segments import Segments, segment_attention, segment_gradients
 from megacpp.kernels.attention.softcap import (
     block_gradients,
     block_logits,
@@ -83,6 +84,26 @@ class RunningAttention:
             now.sum_BKTGV.mul_(kept_BKTG1).add_(rows_times(weight_BKTGS, v_BKSV))
             now.top_BKTG1.copy_(top_BKTG1)
 
+    def add_segments(
+        self, q_BKTGH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, segments: Segments
+    ) -> None:
+        """Add the keys of one part by torch's flash kernels; no soft cap.
+
+        Args:
+            q_BKTGH: queries.
+            k_BKSH: keys of the part.
+            v_BKSV: values of the part.
+            segments: which queries see which keys.
+        """
+        q_BTNH, k_BSKH, v_BSKV = _tokens_first(q_BKTGH, k_BKSH, v_BKSV)
+        o_BTNV, lse_BTN = segment_attention(q_BTNH, k_BSKH, v_BSKV, segments, self.scores.scale)
+        o, lse = (by_key_head(x, k_BSKH.shape[2]) for x in (o_BTNV, lse_BTN[..., None]))
+        top_BKTG1 = torch.maximum(self.top_BKTG1, lse)
+        kept_BKTG1, weight_BKTG1 = ((x - top_BKTG1).exp_() for x in (self.top_BKTG1, lse))
+        self.total_BKTG1.mul_(kept_BKTG1).add_(weight_BKTG1)
+        self.sum_BKTGV.mul_(kept_BKTG1).addcmul_(weight_BKTG1, wide(o))
+        self.top_BKTG1.copy_(top_BKTG1)
+
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return the attention `[B, K, T, G, V]` and the log of each softmax denominator."""
         return self.sum_BKTGV / self.total_BKTG1, self.top_BKTG1 + self.total_BKTG1.log()
@@ -99,6 +120,7 @@ class AttentionGradient:
     """
 
     do_BKTGV: Tensor
+    o_BKTGV: Tensor
     lse_BKTG1: Tensor
     mean_BKTG1: Tensor
     dq_BKTGH: Tensor
@@ -119,13 +141,13 @@ class AttentionGradient:
         """
         mean_BKTG1 = (wide(do_BKTGV) * wide(o_BKTGV)).sum(-1, keepdim=True)
         dq_BKTGH = torch.zeros_like(wide(q_BKTGH))
-        return AttentionGradient(do_BKTGV, lse_BKTG1, mean_BKTG1, dq_BKTGH, scores)
+        return AttentionGradient(do_BKTGV, o_BKTGV, lse_BKTG1, mean_BKTG1, dq_BKTGH, scores)
 
     def rows(self, rows: slice) -> AttentionGradient:
         """Return a view of some of the queries; `add` on it adds here too."""
-        parts = (self.do_BKTGV, self.lse_BKTG1, self.mean_BKTG1, self.dq_BKTGH)
-        do, lse, mean, dq = (x[:, :, rows] for x in parts)
-        return AttentionGradient(do, lse, mean, dq, self.scores)
+        parts = (self.do_BKTGV, self.o_BKTGV, self.lse_BKTG1, self.mean_BKTG1, self.dq_BKTGH)
+        do, o, lse, mean, dq = (x[:, :, rows] for x in parts)
+        return AttentionGradient(do, o, lse, mean, dq, self.scores)
 
     def add(
         self,
@@ -163,3 +185,40 @@ class AttentionGradient:
                     self.scores.softcap,
                 )
             )
+
+    def add_segments(
+        self,
+        q_BKTGH: Tensor,
+        k_BKSH: Tensor,
+        v_BKSV: Tensor,
+        segments: Segments,
+        dk_BKSH: Tensor,
+        dv_BKSV: Tensor,
+    ) -> None:
+        """Add the gradients of one part by torch's flash kernels; no soft cap.
+
+        Args:
+            q_BKTGH: queries.
+            k_BKSH: keys of the part.
+            v_BKSV: values of the part.
+            segments: which queries see which keys.
+            dk_BKSH: gradient of the keys, fp32 or wider.
+            dv_BKSV: gradient of the values, fp32 or wider.
+        """
+        of_queries = (self.do_BKTGV, q_BKTGH, self.o_BKTGV, self.lse_BKTG1)
+        do, q, o, lse = _tokens_first(*of_queries)
+        k, v = _tokens_first(k_BKSH, v_BKSV)
+        dq, dk, dv = segment_gradients(do, q, k, v, o, lse[..., 0], segments, self.scores.scale)
+        self.dq_BKTGH.add_(by_key_head(dq, k.shape[2]))
+        for total, d in ((dk_BKSH, dk), (dv_BKSV, dv)):
+            total.add_(d.transpose(1, 2))
+
+
+def by_key_head(x_BTNH: Tensor, num_kv_heads: int) -> Tensor:
+    """Return `[B, T, N, H]` as `[B, K, T, G, H]`."""
+    return x_BTNH.unflatten(2, (num_kv_heads, -1)).transpose(1, 2)
+
+
+def _tokens_first(*tensors: Tensor) -> list[Tensor]:
+    """Return each `[B, K, T, ..., H]` as `[B, T, heads, H]`."""
+    return [x.transpose(1, 2).flatten(2, -2) for x in tensors]

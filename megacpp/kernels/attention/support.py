@@ -28,8 +28,24 @@ def varlen(config: Config, host: Host) -> str | None:
 
 def varlen_padded(config: Config, host: Host) -> str | None:
     """Return why flash kernels with zero columns in the narrower head dim can't run, if so."""
+    return _parts_of_rows(config, ("heads",)) or _flash(config, host)
+
+
+def merged(config: Config, host: Host) -> str | None:
+    """Return why flash kernels for the parts of a ring can't run; None: they can."""
+    mesh, window = config.mesh, config.model.attention.window
+    if mesh.cp == 1 or mesh.cp_attention != "ring":
+        cut = f"mesh.cp={mesh.cp}, mesh.cp_attention={mesh.cp_attention}"
+        return f"merges the parts of a ring ({cut})"
+    if window:
+        return f"takes no window (model.attention.window={window})"
+    return _flash(config, host)
+
+
+def _flash(config: Config, host: Host) -> str | None:
+    """Return why torch's flash kernels for segments can't run; None: they can."""
     attention, widest = config.model.attention, max(head_dims(config))
-    unsupported = _narrow_gpu(host) or _old_torch(host) or _parts_of_rows(config, ("heads",))
+    unsupported = _narrow_gpu(host) or _old_torch(host)
     if unsupported:
         return unsupported
     if attention.softcap is not None:
@@ -82,6 +98,6 @@ def _parts_of_rows(config: Config, takes: tuple[str, ...]) -> str | None:
     if mesh.cp > 1 and mesh.cp_attention not in takes:
         cut = f"mesh.cp={mesh.cp}, mesh.cp_attention={mesh.cp_attention}"
         if mesh.cp_attention == "ring":
-            return f"a ring merges parts by torch itself ({cut})"
+            return f"takes no parts of a ring ({cut})"
         return f"takes whole rows ({cut})"
     return None
