@@ -143,6 +143,7 @@ COMMANDS: list[tuple[str, int, str, str]] = [
         "validation_fraction=nan",
         "finite",
     ),
+    ("data prepare SOURCE --out O --document-bytes 9000000", 2, "document_bytes=", "8388608"),
     ("data prepare SOURCE --out O --tokenizer-bytes 0", 2, "tokenizer_bytes=0: ", "at least 1"),
     ("data prepare SOURCE --out O --globs", 2, "globs=: ", "needs a value"),
     ("data prepare SOURCE --out O --globs [", 3, "source=SOURCE: ", "no file matches ["),

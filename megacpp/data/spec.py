@@ -37,6 +37,7 @@ class CorpusSpec:
         "Longest document; longer ones are cut at blank lines (0: 2 MiB, a lone text in 1,024).",
         "bytes",
         at_least=0,
+        at_most=1 << 23,  # encoding takes about 100 bytes of memory for each: 1 GB
     )
     tokenizer: str = setting(
         "", "A tokenizer.json, or a corpus whose tokenizer is shared (empty: learn one)."
