@@ -189,6 +189,24 @@ def test_the_slurm_file_is_one() -> None:
     assert max(i for i, line in enumerate(lines) if line.startswith("#SBATCH")) < first
 
 
+@pytest.mark.parametrize(
+    ("code", "restarts", "again"),
+    [(75, 99, True), (6, 9, True), (137, 9, True), (6, 10, False), (137, 10, False)]
+    + [(code, 0, False) for code in (0, 1, 2, 3, 4, 5)],
+)
+def test_slurm_starts_a_job_again(code: int, restarts: int, again: bool, tmp_path: Path) -> None:
+    """Run the script with commands that note what they are asked."""
+    asked = tmp_path / "asked"
+    for name, end in (("srun", code), ("scontrol", 0)):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {asked}\nexit {end}\n')
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
+    env |= {"SLURM_JOB_NODELIST": "a,b", "SLURM_RESTART_COUNT": str(restarts), "RDZV_HOST": "a"}
+    done = subprocess.run(["bash", RECIPES / "slurm.sbatch", "tiny"], env=env, check=False)
+    assert done.returncode == code
+    assert ("scontrol requeue 7" in asked.read_text().splitlines()) == again
+
+
 def test_slurm_reads_the_directives(tmp_path: Path) -> None:
     if shutil.which("sinfo") is None or subprocess.run(["sinfo"], capture_output=True).returncode:
         pytest.skip("no Slurm controller answers here")
