@@ -49,8 +49,9 @@ def parts(docs: Documents) -> list[Part]:
     return found + [Part(place[c], place[s], earlier_segments(own[c], own[s])) for c, s in pairs]
 
 
-def merged(q: Tensor, k: Tensor, v: Tensor, do: Tensor, docs: Documents) -> list[Tensor]:
+def merged(given: list[Tensor], docs: Documents) -> list[Tensor]:
     """Output and gradients, as tokens first, of attention that was merged from parts."""
+    q, k, v, do = given
     scores, heads = Scores(q.shape[-1] ** -0.5, None), k.shape[2]
     q5, do5 = by_key_head(q, heads), by_key_head(do, heads)
     k4, v4 = k.transpose(1, 2), v.transpose(1, 2)
@@ -88,7 +89,7 @@ def whole(given: list[Tensor], docs: Documents) -> list[Tensor]:
 def test_merged_parts_equal_whole_rows(heads: tuple[int, int, int, int], docs: str) -> None:
     given = numbers(heads, CHUNKS * SIZE, torch.float64)
     with segments_on_a_cpu():
-        found = merged(*given, DOCS[docs])
+        found = merged(given, DOCS[docs])
     for a, b in zip(found, whole(given, DOCS[docs]), strict=True):
         close(a, b, limit=1e-12)
 
@@ -97,7 +98,7 @@ def test_merged_parts_equal_whole_rows(heads: tuple[int, int, int, int], docs: s
 def test_segments_hold_the_visible_pairs_and_no_others(docs: str) -> None:
     """A segment's pairs are all visible, or half of them and the diagonal in a chunk itself."""
     with segments_on_a_cpu() as flash:
-        merged(*numbers(HEADS[0], CHUNKS * SIZE, torch.float64), DOCS[docs])
+        merged(numbers(HEADS[0], CHUNKS * SIZE, torch.float64), DOCS[docs])
     own = len(flash.pairs) - sum(q != k for q, k in flash.pairs)
     assert own
     visible = 0
@@ -117,7 +118,7 @@ def test_the_operators_take_it_and_nothing_reads_a_value() -> None:
         docs = Documents(ids, torch.empty_like(ids), boundaries=ends)
         shapes = ((4, 16), (2, 16), (2, 8), (4, 8))
         given = [torch.empty(2, 24, *s, dtype=torch.bfloat16) for s in shapes]
-        found = merged(*given, docs)
+        found = merged(given, docs)
     assert [x.shape for x in found] == [given[i].shape for i in (3, 0, 1, 2)]
     assert [x.dtype for x in found] == [torch.bfloat16, *[torch.float32] * 3]
 
@@ -132,6 +133,6 @@ def test_merged_parts_on_a_gpu(
     """As far from fp64 on the same bf16 numbers as test_backends_on_a_gpu allows one kernel."""
     docs, given = packed(lengths), numbers(heads, 512, torch.bfloat16)
     want = whole([x.double() for x in given], docs)
-    found = merged(*(x.cuda() for x in given), docs.to("cuda"))
+    found = merged([x.cuda() for x in given], docs.to("cuda"))
     for a, b in zip(found, want, strict=True):
         close(a.cpu().double(), b, limit=2.0**-6)
