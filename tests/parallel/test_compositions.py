@@ -78,6 +78,7 @@ RUNS = [
     Run("plain", mesh(pp=2, dp_shard=2, pp_schedule="dualpipev"), accum=4),
     Run("tied", mesh(pp=2, dp_shard=2, pp_schedule="zbv"), accum=4, optimizer="muon_adamw"),
     Run("tied", mesh(pp=2, dp_shard=2, pp_schedule="dualpipev"), accum=4, evaluate=True),
+    Run("plain", mesh(pp=2, dp_shard=2, ep=2, pp_schedule="zbv"), accum=4),
     # states handed over cp in series, and of MIMO, in a schedule that splits the backward
     Run("options", mesh(pp=2, cp=2, cp_m2rnn="serial", pp_schedule="zbv"), accum=4),
     Run("options", mesh(pp=2, cp=2, cp_m2rnn="serial", pp_schedule="dualpipev"), accum=4),
