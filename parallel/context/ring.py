@@ -71,14 +71,12 @@ class Look:
     Attributes:
         rows: queries, among this rank's tokens.
         keys: tokens of the block.
-        mask_B1TS: which queries see which keys; None: all see all.
-        segments: the same for the flash kernels; None: they aren't used.
+        seen: which queries see which keys, see `RunningAttention.add`.
     """
 
     rows: slice
     keys: slice
-    mask_B1TS: Tensor | None = None
-    segments: Segments | None = None
+    seen: Tensor | Segments | None
 
 
 def ring_attention(
@@ -139,12 +137,8 @@ class _RingAttention(torch.autograd.Function):
                 q_BKtGH = by_key_head(q_BtNH, k.shape[1])
                 running = RunningAttention.of_no_keys(q_BKtGH, v.shape[-1], ring.scores)
             for look in looks:
-                rows = running.rows(look.rows)
                 part = q_BKtGH[:, :, look.rows], k[:, :, look.keys], v[:, :, look.keys]
-                if look.segments is not None:
-                    rows.add_segments(*part, look.segments)
-                else:
-                    rows.add(*part, look.mask_B1TS)
+                running.rows(look.rows).add(*part, look.seen)
         assert running is not None
         o_BKtGV, lse_BKtG1 = running.finish()
         o_BtNV = o_BKtGV.transpose(1, 2).flatten(2, 3).to(q_BtNH.dtype)
@@ -217,12 +211,9 @@ def _block_gradient(
     k, v = _by_head(tuple(x.detach() for x in expanded))
     dk, dv = torch.zeros_like(wide(k)), torch.zeros_like(wide(v))
     for look in looks:
-        rows, part = gradient.rows(look.rows), (k[:, :, look.keys], v[:, :, look.keys])
+        part = q_BKtGH[:, :, look.rows], k[:, :, look.keys], v[:, :, look.keys]
         sums = dk[:, :, look.keys], dv[:, :, look.keys]
-        if look.segments is not None:
-            rows.add_segments(q_BKtGH[:, :, look.rows], *part, look.segments, *sums)
-        else:
-            rows.add(q_BKtGH[:, :, look.rows], *part, look.mask_B1TS, *sums)
+        gradient.rows(look.rows).add(*part, look.seen, *sums)
     d_expanded = [d.transpose(1, 2).to(x.dtype) for d, x in zip((dk, dv), expanded, strict=True)]
     wanted = [(w, d) for w, d in zip(leaves, d_weights, strict=True) if d is not None]
     d_seen, *d_wanted = torch.autograd.grad(expanded, [seen, *(w for w, _ in wanted)], d_expanded)
@@ -272,7 +263,7 @@ def _flash_looks(ring: Ring, source: int, chunk: int, rows: slice) -> list[Look]
         Look(
             rows,
             slice(place * size, (place + 1) * size),
-            segments=docs.memo(("segments of", chunk, other), functools.partial(segments, other)),
+            docs.memo(("segments of", chunk, other), functools.partial(segments, other)),
         )
         for place, other in reversed([*enumerate(seen_chunks(layout, chunk, source))])
     ]

@@ -58,7 +58,7 @@ def merged(given: list[Tensor], docs: Documents) -> list[Tensor]:
     running, every = RunningAttention.of_no_keys(q5, v.shape[-1], scores), parts(docs)
     for rows, keys, segments in every:
         some = q5[:, :, rows], k4[:, :, keys], v4[:, :, keys]
-        running.rows(rows).add_segments(*some, segments)
+        running.rows(rows).add(*some, segments)
     o5, lse = running.finish()
     o5 = o5.to(q.dtype)
     gradient = AttentionGradient.begin(q5, o5, do5, lse, scores)
@@ -66,7 +66,7 @@ def merged(given: list[Tensor], docs: Documents) -> list[Tensor]:
     for rows, keys, segments in every:
         some = q5[:, :, rows], k4[:, :, keys], v4[:, :, keys]
         sums = dk[:, :, keys], dv[:, :, keys]
-        gradient.rows(rows).add_segments(*some, segments, *sums)
+        gradient.rows(rows).add(*some, segments, *sums)
     o, dq = (x.transpose(1, 2).flatten(2, 3) for x in (o5, gradient.dq_BKTGH))
     return [o, dq, dk.transpose(1, 2), dv.transpose(1, 2)]
 
@@ -97,10 +97,6 @@ def test_merged_parts_equal_whole_rows(heads: tuple[int, int, int, int], docs: s
 @pytest.mark.parametrize("docs", DOCS)
 def test_segments_hold_the_visible_pairs_and_no_others(docs: str) -> None:
     """A segment's pairs are all visible, or half of them and the diagonal in a chunk itself."""
-    with segments_on_a_cpu() as flash:
-        merged(numbers(HEADS[0], CHUNKS * SIZE, torch.float64), DOCS[docs])
-    own = len(flash.pairs) - sum(q != k for q, k in flash.pairs)
-    assert own
     visible = 0
     for part in parts(DOCS[docs]):
         ends = zip(part.segments.queries.diff(), part.segments.keys.diff(), strict=True)
@@ -130,7 +126,7 @@ def test_the_operators_take_it_and_nothing_reads_a_value() -> None:
 def test_merged_parts_on_a_gpu(
     heads: tuple[int, int, int, int], lengths: tuple[tuple[int, ...], ...]
 ) -> None:
-    """As far from fp64 on the same bf16 numbers as test_backends_on_a_gpu allows one kernel."""
+    """Bound the distance from fp64 on bf16 numbers as test_backends_on_a_gpu does."""
     docs, given = packed(lengths), numbers(heads, 512, torch.bfloat16)
     want = whole([x.double() for x in given], docs)
     found = merged([x.cuda() for x in given], docs.to("cuda"))

@@ -62,17 +62,20 @@ class RunningAttention:
         return RunningAttention(top, total, sum_of_rows, self.scores)
 
     def add(
-        self, q_BKTGH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, mask_B1TS: Tensor | None
+        self, q_BKTGH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, seen: Tensor | Segments | None
     ) -> None:
-        """Add the keys of one part.
+        """Add the keys of one part: with segments by torch's flash kernels, which take no soft cap.
 
         Args:
             q_BKTGH: queries.
             k_BKSH: keys of the part.
             v_BKSV: values of the part.
-            mask_B1TS: bool, True where a query sees a key; None: all see all.
+            seen: which queries see which keys, as segments or a bool mask `[B or 1, 1, T, S]`;
+                None: all see all.
         """
-        for rows, _, allowed in query_blocks(q_BKTGH, k_BKSH, mask_B1TS, causal=False):
+        if isinstance(seen, Segments):
+            return self._add_segments(q_BKTGH, k_BKSH, v_BKSV, seen)
+        for rows, _, allowed in query_blocks(q_BKTGH, k_BKSH, seen, causal=False):
             now, scores = self.rows(rows), self.scores
             logits_BKTGS = block_logits(
                 q_BKTGH[:, :, rows], k_BKSH, allowed, scores.scale, scores.softcap
@@ -84,17 +87,9 @@ class RunningAttention:
             now.sum_BKTGV.mul_(kept_BKTG1).add_(rows_times(weight_BKTGS, v_BKSV))
             now.top_BKTG1.copy_(top_BKTG1)
 
-    def add_segments(
+    def _add_segments(
         self, q_BKTGH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, segments: Segments
     ) -> None:
-        """Add the keys of one part by torch's flash kernels; no soft cap.
-
-        Args:
-            q_BKTGH: queries.
-            k_BKSH: keys of the part.
-            v_BKSV: values of the part.
-            segments: which queries see which keys.
-        """
         q_BTNH, k_BSKH, v_BSKV = _tokens_first(q_BKTGH, k_BKSH, v_BKSV)
         o_BTNV, lse_BTN = segment_attention(q_BTNH, k_BSKH, v_BSKV, segments, self.scores.scale)
         o, lse = (by_key_head(x, k_BSKH.shape[2]) for x in (o_BTNV, lse_BTN[..., None]))
@@ -154,7 +149,7 @@ class AttentionGradient:
         q_BKTGH: Tensor,
         k_BKSH: Tensor,
         v_BKSV: Tensor,
-        mask_B1TS: Tensor | None,
+        seen: Tensor | Segments | None,
         dk_BKSH: Tensor,
         dv_BKSV: Tensor,
     ) -> None:
@@ -164,11 +159,13 @@ class AttentionGradient:
             q_BKTGH: queries.
             k_BKSH: keys of the part.
             v_BKSV: values of the part.
-            mask_B1TS: bool, True where a query sees a key; None: all see all.
+            seen: as in the forward.
             dk_BKSH: gradient of the keys, fp32 or wider.
             dv_BKSV: gradient of the values, fp32 or wider.
         """
-        for rows, _, allowed in query_blocks(q_BKTGH, k_BKSH, mask_B1TS, causal=False):
+        if isinstance(seen, Segments):
+            return self._add_segments(q_BKTGH, k_BKSH, v_BKSV, seen, dk_BKSH, dv_BKSV)
+        for rows, _, allowed in query_blocks(q_BKTGH, k_BKSH, seen, causal=False):
             now = self.rows(rows)
             now.dq_BKTGH.add_(
                 block_gradients(
@@ -186,32 +183,15 @@ class AttentionGradient:
                 )
             )
 
-    def add_segments(
-        self,
-        q_BKTGH: Tensor,
-        k_BKSH: Tensor,
-        v_BKSV: Tensor,
-        segments: Segments,
-        dk_BKSH: Tensor,
-        dv_BKSV: Tensor,
+    def _add_segments(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, dk_sum: Tensor, dv_sum: Tensor
     ) -> None:
-        """Add the gradients of one part by torch's flash kernels; no soft cap.
-
-        Args:
-            q_BKTGH: queries.
-            k_BKSH: keys of the part.
-            v_BKSV: values of the part.
-            segments: which queries see which keys.
-            dk_BKSH: gradient of the keys, fp32 or wider.
-            dv_BKSV: gradient of the values, fp32 or wider.
-        """
-        of_queries = (self.do_BKTGV, q_BKTGH, self.o_BKTGV, self.lse_BKTG1)
-        do, q, o, lse = _tokens_first(*of_queries)
-        k, v = _tokens_first(k_BKSH, v_BKSV)
+        of_queries = (self.do_BKTGV, q, self.o_BKTGV, self.lse_BKTG1)
+        do, q, o, lse, k, v = _tokens_first(*of_queries, k, v)
         dq, dk, dv = segment_gradients(do, q, k, v, o, lse[..., 0], segments, self.scores.scale)
         self.dq_BKTGH.add_(by_key_head(dq, k.shape[2]))
-        for total, d in ((dk_BKSH, dk), (dv_BKSV, dv)):
-            total.add_(d.transpose(1, 2))
+        dk_sum.add_(dk.transpose(1, 2))
+        dv_sum.add_(dv.transpose(1, 2))
 
 
 def by_key_head(x_BTNH: Tensor, num_kv_heads: int) -> Tensor:
