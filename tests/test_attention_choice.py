@@ -60,7 +60,7 @@ def test_experts_on_a_modern_gpu() -> None:
         ("varlen", replace(WIDE, head_dim=264), H200, r"at most 256 \(264\)"),
         ("varlen", replace(WIDE, head_dim=256), replace(H200, capability=(8, 9)), "above 192"),
         ("varlen_padded", replace(MLA, v_head_dim=272), H200, r"at most 256 \(272\)"),
-        ("merged", WIDE, H200, r"the parts of a ring \(mesh.cp=1"),
+        ("merged", WIDE, H200, r"is for a ring \(mesh.cp=1\)"),
         ("flex", WIDE, Host("cpu", "fp32"), "needs a GPU"),
         ("flex", WIDE, replace(H200, packages={}), "needs triton 3.5"),
         ("flex", replace(MLA, v_head_dim=8), H200, r"at least 16 \(8\)"),

@@ -35,8 +35,8 @@ def merged(config: Config, host: Host) -> str | None:
     """Return why flash kernels for the parts of a ring can't run; None: they can."""
     mesh, window = config.mesh, config.model.attention.window
     if mesh.cp == 1 or mesh.cp_attention != "ring":
-        cut = f"mesh.cp={mesh.cp}, mesh.cp_attention={mesh.cp_attention}"
-        return f"merges the parts of a ring ({cut})"
+        cut = f"cp={mesh.cp}" if mesh.cp == 1 else f"cp_attention={mesh.cp_attention}"
+        return f"is for a ring (mesh.{cut})"
     if window:
         return f"takes no window (model.attention.window={window})"
     return _flash(config, host)
