@@ -44,7 +44,8 @@ from tests.golden import (
     check_moe,
 )
 from tests.golden.harness import GoldenFile
-from tests.model.attention_cases import flex_on_a_cpu, varlen_on_a_cpu
+from tests.model.attention_cases import flex_on_a_cpu, segments_on_a_cpu, varlen_on_a_cpu
+from tests.model.attention_merged import MergedAttention
 from tests.model.gated_delta_library import chunk_gated_delta_rule
 from tests.model.mamba3_interpreted import CHUNK, in_wider_heads, on_a_cpu
 from tests.model.mamba3_upstream import mamba3_mimo
@@ -123,7 +124,7 @@ class NarrowFile(GoldenFile):
                 t = F.pad(t, (0, 0) * (t.ndim - 1 - axis) + (0, -size % 8))
         return t.requires_grad_() if grad else t
 
-    def expect(self, name: str, got: Tensor | None, kind: str = "") -> None:
+    def expect(self, name: str, got: Tensor | None, kind: str = "", rounding: float = 0.0) -> None:
         assert got is not None, f"{name}: nothing was computed"
         self._touched.add(name)
         self.compared.append(name)
@@ -207,6 +208,8 @@ def kernels(backend: str, device: torch.device) -> AbstractContextManager[Any]:
         return attention_in_wider_heads(flex_on_a_cpu() if cpu else nullcontext())
     if backend in ("varlen", "varlen_padded"):
         return attention_in_wider_heads(varlen_on_a_cpu() if cpu else nullcontext())
+    if backend == "merged":
+        return merged_attention(segments_on_a_cpu() if cpu else nullcontext())
     return nullcontext()
 
 
@@ -218,6 +221,17 @@ def siso_untuned() -> Iterator[None]:
         for tuner in mamba3_library.siso_tuners():  # none where they are interpreted
             stack.enter_context(mock.patch.object(tuner, "configs", tuner.configs[:1]))
         stack.enter_context(mock.patch.object(mamba3_library, "siso_kernel", lambda: wider))
+        yield
+
+
+@contextmanager
+def merged_attention(instead: AbstractContextManager[Any]) -> Iterator[None]:
+    """Rows in chunks, as ranks of a ring would merge them."""
+
+    def attend(self: CoreAttention, *qkv_docs: Any) -> Tensor:
+        return MergedAttention.apply(*qkv_docs, self.scale)  # type: ignore[return-value]
+
+    with mock.patch.object(CoreAttention, "attend", attend), attention_in_wider_heads(instead):
         yield
 
 

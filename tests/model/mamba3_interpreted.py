@@ -54,7 +54,7 @@ class Errors(GoldenFile):
         super().__init__(path, torch.float32)
         self.errors: dict[str, float] = {}
 
-    def expect(self, name: str, got: Tensor | None, kind: str = "") -> None:
+    def expect(self, name: str, got: Tensor | None, kind: str = "", rounding: float = 0.0) -> None:
         self.errors[name] = relative(got, self._tensors[name])
 
 

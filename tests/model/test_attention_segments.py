@@ -6,69 +6,20 @@ real ones; on a GPU the real ones run.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacpp.kernels.attention.causal import causal_attention, document_mask
-from megacpp.kernels.attention.parts import (
-    AttentionGradient,
-    RunningAttention,
-    Scores,
-    by_key_head,
-)
-from megacpp.kernels.attention.segments import Segments, earlier_segments, own_segments
 from megacpp.model.documents import Documents
 from tests.model.attention_cases import close, noise, packed, segments_on_a_cpu
+from tests.model.attention_merged import CHUNKS, merged, parts
 
-CHUNKS, SIZE = 4, 6
+SIZE = 6
 LENGTHS = ((5, 7, 10, 2), (1, 20, 3))  # one starts where a chunk starts, one crosses three chunks
 HEADS = [(4, 2, 8, 8), (4, 1, 8, 6), (2, 2, 6, 8)]  # query heads, key heads, q and k dim, v dim
 DOCS = {"packed": packed(LENGTHS), "whole": Documents.rows(2, CHUNKS * SIZE)}
-
-
-class Part(NamedTuple):
-    """Queries of a chunk and the keys of one that isn't behind it."""
-
-    rows: slice
-    keys: slice
-    segments: Segments
-
-
-def parts(docs: Documents) -> list[Part]:
-    """Every chunk with itself first, then with those before it."""
-    size = docs.ids_BT.shape[1] // CHUNKS
-    place = [slice(c * size, (c + 1) * size) for c in range(CHUNKS)]
-    index = torch.arange(CHUNKS * size, device=docs.ids_BT.device)
-    own = [docs.take(index[p]) for p in place]
-    found = [Part(p, p, own_segments(docs, p.start, size)) for p in place]
-    pairs = [(c, s) for c in range(CHUNKS) for s in range(c)]
-    return found + [Part(place[c], place[s], earlier_segments(own[c], own[s])) for c, s in pairs]
-
-
-def merged(given: list[Tensor], docs: Documents) -> list[Tensor]:
-    """Output and gradients, as tokens first, of attention that was merged from parts."""
-    q, k, v, do = given
-    scores, heads = Scores(q.shape[-1] ** -0.5, None), k.shape[2]
-    q5, do5 = by_key_head(q, heads), by_key_head(do, heads)
-    k4, v4 = k.transpose(1, 2), v.transpose(1, 2)
-    running, every = RunningAttention.of_no_keys(q5, v.shape[-1], scores), parts(docs)
-    for rows, keys, segments in every:
-        some = q5[:, :, rows], k4[:, :, keys], v4[:, :, keys]
-        running.rows(rows).add(*some, segments)
-    o5, lse = running.finish()
-    o5 = o5.to(q.dtype)
-    gradient = AttentionGradient.begin(q5, o5, do5, lse, scores)
-    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k4, v4))
-    for rows, keys, segments in every:
-        some = q5[:, :, rows], k4[:, :, keys], v4[:, :, keys]
-        sums = dk[:, :, keys], dv[:, :, keys]
-        gradient.rows(rows).add(*some, segments, *sums)
-    o, dq = (x.transpose(1, 2).flatten(2, 3) for x in (o5, gradient.dq_BKTGH))
-    return [o, dq, dk.transpose(1, 2), dv.transpose(1, 2)]
 
 
 def numbers(heads: tuple[int, int, int, int], T: int, dtype: torch.dtype) -> list[Tensor]:
@@ -89,7 +40,7 @@ def whole(given: list[Tensor], docs: Documents) -> list[Tensor]:
 def test_merged_parts_equal_whole_rows(heads: tuple[int, int, int, int], docs: str) -> None:
     given = numbers(heads, CHUNKS * SIZE, torch.float64)
     with segments_on_a_cpu():
-        found = merged(given, DOCS[docs])
+        found = merged(*given, DOCS[docs])
     for a, b in zip(found, whole(given, DOCS[docs]), strict=True):
         close(a, b, limit=1e-12)
 
@@ -114,7 +65,7 @@ def test_the_operators_take_it_and_nothing_reads_a_value() -> None:
         docs = Documents(ids, torch.empty_like(ids), boundaries=ends)
         shapes = ((4, 16), (2, 16), (2, 8), (4, 8))
         given = [torch.empty(2, 24, *s, dtype=torch.bfloat16) for s in shapes]
-        found = merged(given, docs)
+        found = merged(*given, docs)
     assert [x.shape for x in found] == [given[i].shape for i in (3, 0, 1, 2)]
     assert [x.dtype for x in found] == [torch.bfloat16, *[torch.float32] * 3]
 
@@ -129,6 +80,6 @@ def test_merged_parts_on_a_gpu(
     """Bound the distance from fp64 on bf16 numbers as test_backends_on_a_gpu does."""
     docs, given = packed(lengths), numbers(heads, 512, torch.bfloat16)
     want = whole([x.double() for x in given], docs)
-    found = merged([x.cuda() for x in given], docs.to("cuda"))
+    found = merged(*(x.cuda() for x in given), docs.to("cuda"))
     for a, b in zip(found, want, strict=True):
         close(a.cpu().double(), b, limit=2.0**-6)
