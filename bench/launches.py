@@ -5,13 +5,14 @@
     python -m bench.launches --write   # to docs/benchmarks.md
     python -m bench.launches --compiled [--write]    # of compiled blocks, as Inductor fuses them
 
-Blocks run eagerly, forward and backward under autocast in bf16, on tensors without values that take
-a GPU's paths. An operator that is no view and computes or copies is a launch, and so is each Triton
-kernel; empty memory is none. Bytes are those of an operator's arguments and results, so caches are
-not counted, nor what a kernel moves beyond them. An operator that a
-library answers with several kernels counts as one. Groups of rows are made as on a GPU, where their
-number follows from shapes. RMSNorms are by Triton beside another backend than torch. Dims are those
-of nam56r_base, rows are whole.
+Blocks run eagerly, forward and backward under autocast in bf16, on tensors without values that
+take a GPU's paths, with weights as FSDP2 gathers them. An earlier layer has made what all layers
+share of a batch. An operator that is no view and computes or copies is a launch, and so is each
+Triton kernel; empty memory is none. Bytes are those of an operator's arguments and results, so
+caches are not counted, nor what a kernel moves beyond them. An operator that a library answers with
+several kernels counts as one. Groups of rows are made as on a GPU, where their number follows from
+shapes. RMSNorms, short convolutions and gates are by Triton beside another backend than torch. Dims
+are those of nam56r_base, rows are whole.
 
 Legend: B rows, T tokens, D model.
 """
@@ -154,15 +155,18 @@ def count(letter: str, operation: str, backend: str) -> tuple[Count, Count]:
     model = replace(nam56r_base().model, pattern=letter if letter != "head" else "A")
     with torch.device("meta"):
         module = LanguageModelHead(model) if letter == "head" else Block(letter, model)
+        module = module.to(torch.bfloat16)  # as FSDP2 gathers it; the fp32 contract holds
     if operation:
-        norms = "torch" if backend == "torch" else "triton"
-        set_kernels(module, replace(PLAIN_KERNELS, **({"rms_norm": norms} | {operation: backend})))
+        beside = "torch" if backend == "torch" else "triton"
+        kernels = dict.fromkeys(("rms_norm", "short_conv", "gates"), beside) | {operation: backend}
+        set_kernels(module, replace(PLAIN_KERNELS, **kernels))
     with counted() as counter:
         module.to_empty(device="cpu")
         x_BTD = torch.empty(ROWS, TOKENS, model.dim, dtype=torch.bfloat16, requires_grad=True)
         docs = Documents.rows(ROWS, TOKENS)
-        counter.now = forward = Count()
         with torch.autocast("cpu", torch.bfloat16):
+            _run(module, x_BTD, docs)  # an earlier layer: what documents make once a batch is there
+            counter.now = forward = Count()
             y = _run(module, x_BTD, docs)
         grad = torch.empty_like(y)
         counter.now = backward = Count()

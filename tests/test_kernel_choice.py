@@ -42,7 +42,7 @@ def test_every_operation_can_be_done_on_a_cpu_by_torch() -> None:
 
 def test_only_what_a_model_has_is_chosen() -> None:
     dense = replace(tiny(), model=replace(tiny().model, pattern="AF", depth=2))
-    assert set(choose(dense, HERE)) == {"attention", "cross_entropy", "rms_norm"}
+    assert set(choose(dense, HERE)) == {"attention", "gates", "cross_entropy", "rms_norm"}
 
 
 def test_a_name_that_cannot_run_is_an_error_and_auto_says_what_it_passed_over(

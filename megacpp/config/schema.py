@@ -329,6 +329,12 @@ class KernelsConfig:
     gated_delta_rule: Literal["auto", "fla", "torch", "reference"] = setting(
         "auto", "Backend of Gated DeltaNet's scan (auto: the first that can run here)."
     )
+    short_conv: Literal["auto", "triton", "torch", "reference"] = setting(
+        "auto", "Backend of the short convolutions (auto: the first that can run here)."
+    )
+    gates: Literal["auto", "triton", "torch", "reference"] = setting(
+        "auto", "Backend of decays, gates and SwiGLU (auto: the first that can run here)."
+    )
     experts: Literal["auto", "triton", "torch", "reference"] = setting(
         "auto", "Backend of the experts' products (auto: the first that can run here)."
     )

@@ -19,6 +19,8 @@ class Kernels:
     mamba3: str = "torch"
     m2rnn: str = "torch"
     gated_delta_rule: str = "torch"
+    short_conv: str = "torch"
+    gates: str = "torch"
     experts: str = "torch"
     cross_entropy: str = "torch"
     rms_norm: str = "torch"

@@ -25,6 +25,7 @@ def causal_conv(
     docs: Documents | None,
     activation: Activation = "silu",
     dilation: int = 1,
+    backend: str = "torch",
 ) -> Tensor:
     """Return act(sum_j weight[K-1-j] * x[t - j dilation]) over the tokens of t's own document.
 
@@ -36,8 +37,15 @@ def causal_conv(
         docs: documents; None: one per row.
         activation: act.
         dilation: tokens from tap to tap.
+        backend: of `short_conv` (megacpp/kernels/selection.py); a compiler takes torch's.
     """
     num_taps = weight_C1K.shape[-1]
+    if backend == "reference":
+        return causal_conv_sequential(x_BTC, weight_C1K, docs, activation, dilation)
+    if backend == "triton" and not torch.compiler.is_compiling():
+        from megacpp.kernels import triton_causal_conv
+
+        return triton_causal_conv.causal_conv(x_BTC, weight_C1K, docs, activation, dilation)
     keep = None if docs is None or docs.whole else reach(docs, num_taps, dilation)
     return _CausalConv.apply(  # type: ignore[return-value]
         x_BTC, weight_C1K, keep, activation, dilation

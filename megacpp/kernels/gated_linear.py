@@ -17,20 +17,23 @@ from torch import Tensor
 from megacpp.kernels.autograd import autocast_dtype, needs_input_grad_now
 
 
-def gated(gate: Tensor, up: Tensor | None = None) -> Tensor:
+def gated(gate: Tensor, up: Tensor | None = None, backend: str = "torch") -> Tensor:
     """Return silu(gate) * up (SwiGLU), or relu(gate)^2 where there is no `up`; saves its arguments.
 
     Args:
         gate: `[..., F]`.
         up: `[..., F]`, or None.
+        backend: of `gates` (megacpp/kernels/selection.py).
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or backend == "reference":
         return gated_product(gate, up)
-    return _Gated.apply(gate, up)  # type: ignore[return-value]
+    return _Gated.apply(gate, up, backend)  # type: ignore[return-value]
 
 
-def gated_linear(w_DF: Tensor, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Return `F.linear(gated_product(gate, up), w_DF)`, bit for bit; saves its three arguments.
+def gated_linear(
+    w_DF: Tensor, gate: Tensor, up: Tensor | None = None, backend: str = "torch"
+) -> Tensor:
+    """Return `F.linear(gated_product(gate, up), w_DF)`, by torch bit for bit; saves its arguments.
 
     Under autocast the product and the weight are cast as `F.linear` casts them, and again in
     backward: no copy is saved.
@@ -39,10 +42,12 @@ def gated_linear(w_DF: Tensor, gate: Tensor, up: Tensor | None = None) -> Tensor
         w_DF: weight.
         gate: `[..., F]`.
         up: `[..., F]`, or None.
+        backend: of `gates` (megacpp/kernels/selection.py).
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or backend == "reference":
         return F.linear(gated_product(gate, up), w_DF)
-    return _GatedLinear.apply(gate, w_DF, up, autocast_dtype(gate))  # type: ignore[return-value]
+    how = autocast_dtype(gate), backend
+    return _GatedLinear.apply(gate, w_DF, up, *how)  # type: ignore[return-value]
 
 
 def gated_product(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -79,26 +84,35 @@ def _gradients(
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, backend: str) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return gated_product(gate, up)
+        ctx.backend = backend
+        return in_triton().hidden(gate, up) if backend == "triton" else gated_product(gate, up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor | None]:
-        return gated_gradients(dh, *ctx.saved_tensors)
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.backend == "triton":
+            return *in_triton().hidden_backward(dh.clone(), *ctx.saved_tensors)[1:], None
+        return *gated_gradients(dh, *ctx.saved_tensors), None
 
 
 class _GatedLinear(torch.autograd.Function):
-    """Product w2 h with dw2 = dy^T h, dh = dy w2; h is never alive together with its gradient."""
+    """Product w2 h with dw2 = dy^T h, dh = dy w2; by torch h is never alive beside its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, w_DF: Tensor, up: Tensor | None, dtype: torch.dtype | None
+        ctx: Any,
+        gate: Tensor,
+        w_DF: Tensor,
+        up: Tensor | None,
+        dtype: torch.dtype | None,
+        backend: str,
     ) -> Tensor:
         ctx.save_for_backward(gate, w_DF, up)
-        ctx.dtype = dtype
-        return F.linear(_cast(gated_product(gate, up), dtype), _cast(w_DF, dtype))
+        ctx.dtype, ctx.backend = dtype, backend
+        product = in_triton().hidden if backend == "triton" else gated_product
+        return F.linear(_cast(product(gate, up), dtype), _cast(w_DF, dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -106,16 +120,30 @@ class _GatedLinear(torch.autograd.Function):
         gate, w_DF, up = ctx.saved_tensors
         need_gate, need_w, need_up = needs_input_grad_now(ctx)[:3]
         dgate = dw_DF = dup = None
+
+        def of_weight(h: Tensor) -> Tensor:
+            h_SF = _cast(h, ctx.dtype).reshape(-1, h.shape[-1])
+            return (dy.reshape(-1, dy.shape[-1]).mT @ h_SF).to(w_DF.dtype)
+
+        def of_product() -> Tensor:
+            return (dy @ _cast(w_DF, ctx.dtype)).to(gate.dtype)
+
+        if ctx.backend == "triton" and (need_gate or need_up):
+            h, dgate, dup = in_triton().hidden_backward(of_product(), gate, up, need_w)
+            return dgate, None if h is None else of_weight(h), dup, None, None
         active = F.relu(gate) if up is None else F.silu(gate)
         if need_w:
-            h = active.square() if up is None else active * up
-            h_SF = _cast(h, ctx.dtype).reshape(-1, h.shape[-1])
-            dw_DF = (dy.reshape(-1, dy.shape[-1]).mT @ h_SF).to(w_DF.dtype)
-            del h, h_SF
+            dw_DF = of_weight(active.square() if up is None else active * up)
         if need_gate or need_up:
-            dh = (dy @ _cast(w_DF, ctx.dtype)).to(gate.dtype)
-            dgate, dup = _gradients(dh, active, gate, up)
-        return dgate, dw_DF, dup, None
+            dgate, dup = _gradients(of_product(), active, gate, up)
+        return dgate, dw_DF, dup, None, None
+
+
+def in_triton() -> Any:
+    """Return triton_gates.py, which imports Triton."""
+    from megacpp.kernels import triton_gates
+
+    return triton_gates
 
 
 def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:

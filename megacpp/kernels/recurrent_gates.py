@@ -1,7 +1,8 @@
-"""Output gates of the recurrent mixers, which save their arguments and nothing wider.
+"""Decays and output gates of the recurrent mixers; gates save their arguments and nothing wider.
 
 Plain autograd would keep the gate in fp32 before and after its SiLU, and both factors of every
-product. Backward works them out again from the narrow tensors: a few elementwise passes.
+product. Backward works them out again from the narrow tensors: a few elementwise passes. Those
+whose `backend` is Triton's are one pass each way, and keep what they are given alone.
 
 Legend: B rows, T tokens, H heads, R MIMO rank, P head dim of Mamba-3; N heads, V value of M2RNN.
 """
@@ -46,7 +47,9 @@ def gated_ranks(
     )
 
 
-def gated_residual(y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor) -> Tensor:
+def gated_residual(
+    y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor, backend: str = "torch"
+) -> Tensor:
     """Return (y + v D) silu(g), `[..., N V]` in at least fp32; saves y, v and g for backward.
 
     Args:
@@ -54,8 +57,84 @@ def gated_residual(y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor) -> Ten
         v_NV: `[..., N, V]`.
         D_NV: skip weights.
         g_X: gate, `[..., N V]`.
+        backend: of `gates` (megacpp/kernels/selection.py).
     """
+    if backend == "reference":
+        return F.silu(wide(g_X)) * (y_NV + v_NV * D_NV).flatten(-2)
+    if by_triton(backend, g_X):
+        return in_triton("gated_residual", (), y_NV, v_NV, D_NV, g_X)
     return _GatedResidual.apply(y_NV, v_NV, D_NV, g_X)  # type: ignore[return-value]
+
+
+def decay(
+    x_BTN: Tensor, A_log_N: Tensor, bias_N: Tensor, factor: bool, backend: str = "torch"
+) -> Tensor:
+    """Return -exp(A_log) softplus(x + bias), in at least fp32; or its exp, a factor in (0, 1).
+
+    Args:
+        x_BTN: from the projection, `[..., N]`.
+        A_log_N: log of the rates.
+        bias_N: added to x.
+        factor: return the exp.
+        backend: of `gates` (megacpp/kernels/selection.py).
+    """
+    if by_triton(backend, x_BTN):
+        return in_triton("decay", (factor,), x_BTN, A_log_N, bias_N)
+    log_BTN = -torch.exp(A_log_N) * F.softplus(wide(x_BTN) + bias_N)
+    return torch.exp(log_BTN) if factor else log_BTN
+
+
+def steps(
+    dt_BTH: Tensor,
+    a_BTH: Tensor,
+    bias_H: Tensor,
+    floor: float,
+    softplus: bool,
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """Return Mamba-3's log decay A dt and step dt, `[B, H, T]` in at least fp32.
+
+    The step is softplus(dt + bias), and A = -max(f(a), floor).
+
+    Args:
+        dt_BTH: from the projection.
+        a_BTH: from the projection.
+        bias_H: added to dt.
+        floor: least -A.
+        softplus: is f; else 1 + a for a >= 0 and 1 / (1 - a) below: slope and value continuous,
+            slow to reach 0.
+        backend: of `gates` (megacpp/kernels/selection.py).
+    """
+    if by_triton(backend, dt_BTH):
+        return in_triton("steps", (floor, softplus), dt_BTH, a_BTH, bias_H)
+    DT_BHT = F.softplus(wide(dt_BTH) + bias_H).mT
+    return decay_rate(wide(a_BTH), floor, softplus).mT * DT_BHT, DT_BHT
+
+
+def decay_rate(a: Tensor, floor: float, softplus: bool) -> Tensor:
+    """Return A = -max(f(a), floor) of any shape, with f as in `steps`.
+
+    Args:
+        a: in at least fp32.
+        floor: least -A.
+        softplus: is f.
+    """
+    if softplus:
+        return -F.softplus(a).clamp(min=floor)
+    above = F.relu(a)  # a.clamp(max=0) has no slope at 0 from torch 2.15 on
+    return -(above + (1.0 - (a - above)).reciprocal()).clamp(min=floor)
+
+
+def in_triton(name: str, how: tuple[Any, ...], *given: Tensor) -> Any:
+    """Return a gate of triton_gates.py, which imports Triton."""
+    from megacpp.kernels.triton_gates import Gate
+
+    return Gate.apply(name, how, *given)
+
+
+def by_triton(backend: str, x: Tensor) -> bool:
+    """Return whether Triton's kernels do it: of rows of tokens, not of one token of a decoding."""
+    return backend == "triton" and x.ndim == 3 and not torch.compiler.is_compiling()
 
 
 class _GatedRanks(torch.autograd.Function):

@@ -63,12 +63,19 @@ class Sequences:
 
 def sequences_of(docs: Documents | None, like_BTNV: Tensor) -> Sequences:
     """Return the sequences of a batch; with documents, made once for all layers."""
+    if docs is None:
+        return _of_rows(like_BTNV)
+    whole = docs.whole
+    return docs.memo(
+        "sequences", lambda: _of_rows(like_BTNV) if whole else _from_starts(docs.starts_BT)
+    )
+
+
+def _of_rows(like_BTNV: Tensor) -> Sequences:
     (B, T), device = like_BTNV.shape[:2], like_BTNV.device
-    if docs is None or docs.whole:
-        starts_T = torch.arange(T, device=device) == 0
-        index_B1 = torch.arange(B, device=device)[:, None]
-        return Sequences(starts_T.expand(B, T), index_B1.expand(B, T), ())
-    return docs.memo("sequences", lambda: _from_starts(docs.starts_BT))
+    starts_T = torch.arange(T, device=device) == 0
+    index_B1 = torch.arange(B, device=device)[:, None]
+    return Sequences(starts_T.expand(B, T), index_B1.expand(B, T), ())
 
 
 def _from_starts(starts_BT: Tensor) -> Sequences:

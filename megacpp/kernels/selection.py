@@ -21,8 +21,7 @@ from megacpp.kernels.mamba3.support import mamba3_mimo, mamba3_siso, mimo_cost
 from megacpp.kernels.support import (
     always,
     dotted,
-    experts_triton,
-    rms_norm_triton,
+    triton_in_fp32,
     triton_kernels,
     whole_rows,
     whole_vocabulary,
@@ -150,11 +149,29 @@ OPERATIONS: dict[str, Operation] = {
             _definition("one token after another under autograd"),
         ),
     ),
+    "short_conv": Operation(
+        "the short convolutions in front of recurrent scans, with their SiLU",
+        "RMG",
+        (
+            Backend("triton", "one pass over memory each way", triton_in_fp32),
+            Backend("torch", "a shifted multiply-add for each tap", always),
+            _definition("one token after another under autograd", whole_rows),
+        ),
+    ),
+    "gates": Operation(
+        "decays of recurrent scans, M2RNN's gated residual, SwiGLU of dense blocks",
+        "RMGFE",
+        (
+            Backend("triton", "one pass over memory each way", triton_in_fp32),
+            Backend("torch", "an operator for each step of the formula", always),
+            _definition("torch's operators under autograd"),
+        ),
+    ),
     "experts": Operation(
         "rows to the experts that they chose, and back",
         "E",
         (
-            Backend("triton", "grouped products, Triton between them", experts_triton),
+            Backend("triton", "grouped products, Triton between them", triton_in_fp32),
             Backend("torch", "grouped products; a product per expert where torch has none", always),
             _definition("one expert after another under autograd"),
         ),
@@ -172,7 +189,7 @@ OPERATIONS: dict[str, Operation] = {
         "x / rms(x) * weight, computed in fp32",
         "",
         (
-            Backend("triton", "one pass over memory each way", rms_norm_triton),
+            Backend("triton", "one pass over memory each way", triton_in_fp32),
             Backend("torch", "torch's fused operator in fp32, casts around it", always),
             _definition("torch's operator under autograd"),
         ),

@@ -38,13 +38,8 @@ def triton_kernels(config: Config, host: Host) -> str | None:
     return old_gpu(host) or old_triton(host)
 
 
-def experts_triton(config: Config, host: Host) -> str | None:
-    """Return why Triton kernels between the experts' products can't run; None: they can."""
-    return triton_kernels(config, host) or wide_numbers(host)
-
-
-def rms_norm_triton(config: Config, host: Host) -> str | None:
-    """Return why RMSNorm's Triton kernels can't run; None: they can."""
+def triton_in_fp32(config: Config, host: Host) -> str | None:
+    """Return why Triton kernels with fp32 inside can't run; None: they can."""
     return triton_kernels(config, host) or wide_numbers(host)
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.causal_conv import causal_conv
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule, Uniform
@@ -45,6 +46,7 @@ class Convolve(nn.Module):
     """
 
     recompute: Recompute = PLAIN
+    kernels: Kernels = PLAIN_KERNELS
 
     def __init__(self, region: Region = "conv_bc", dilation: int = 1) -> None:
         super().__init__()
@@ -53,6 +55,5 @@ class Convolve(nn.Module):
 
     def forward(self, x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None) -> Tensor:
         """Return the causal convolution `[B, T, C]` of `x_BTC` within documents, through SiLU."""
-        return self.recompute(
-            self.region, causal_conv, x_BTC, weight_C1K, docs, "silu", self.dilation
-        )
+        how = "silu", self.dilation, self.kernels.short_conv
+        return self.recompute(self.region, causal_conv, x_BTC, weight_C1K, docs, *how)

@@ -28,6 +28,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.init import initialise
 from megacpp.model.norm import RMSNorm
+from megacpp.model.pattern import block_letters
 from megacpp.model.precision import compute_dtype
 
 SHORT = (1, 256)  # rows and tokens: two chunks of most scans, a few documents
@@ -197,7 +198,9 @@ def case_of(name: str, model: ModelConfig, device: torch.device, whole: bool = F
         device: device of the module.
         whole: the block around the mixer, too.
     """
-    letter = OPERATIONS[name].letters
+    letters = block_letters(model.pattern, model.depth)
+    of = OPERATIONS[name].letters
+    letter = next((each for each in of if each in letters), of[:1])  # one kind stands for all
     with torch.device("meta"):
         if name == "rms_norm":
             module = RMSNorm(model.dim, model.norm_eps)

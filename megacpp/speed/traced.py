@@ -2,8 +2,9 @@
 
     forward, backward = memory_bound(trace)
 
-Each result of an element-wise operator was written once, and operands of its size were read. The
-trace of a compiled block has the results that its kernels write. No torch import here.
+Each result of an element-wise operator was written once, and operands of its size were read. So was
+empty memory, by a Triton kernel or by an operator that is given its result. The trace of a compiled
+block has the results that its kernels write. No torch import here.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from megacpp.memory.block_trace import BlockRequest, BlockTrace
 from megacpp.memory.forms.traced import trace_of
 from megacpp.speed.operators import Passes
 
-# Operators whose time is counted elsewhere: products, attention, collectives, empty memory.
+# Operators whose time is counted elsewhere: products, attention, collectives.
 COUNTED = ("mm", "expert_", "scaled_dot", "gather_into", "reduce_scatter", "all_reduce",
-           "all_to_all", "empty", "linear_cross", "grouped")  # fmt: skip
+           "all_to_all", "linear_cross", "grouped")  # fmt: skip
 COPIES = ("_to_copy", "clone", "copy_", "cat", "index", "stack", "fill", "new_zeros")
+EMPTY = ("empty", "new_empty")
 READ_AND_WRITTEN, COPIED = 3.0, 2.0  # times the bytes of the result: two operands, or one
+FILLED = 2.5  # a fused kernel reads one operand of that size forward and two backward
 
 
 @lru_cache(maxsize=4096)
@@ -61,6 +64,7 @@ def _bytes(trace: BlockTrace, events: tuple[int, ...]) -> tuple[float, int]:
         operator = trace.names[number].partition(": ")[2]
         if not any(word in operator for word in COUNTED):
             times = COPIED if operator.startswith(COPIES) else READ_AND_WRITTEN
+            times = FILLED if operator.startswith(EMPTY) else times
             moved += times * trace.bytes[number]
             kernels += 1
     return moved, max(1, kernels)

@@ -36,6 +36,8 @@ TRACED = {
     "attention": ("varlen", "varlen_padded", "flex", "merged"),
     "mamba3": ("mamba_ssm", "tilelang"),
     "m2rnn": ("triton",),
+    "short_conv": ("triton",),
+    "gates": ("triton",),
     "experts": ("triton",),
     "cross_entropy": ("triton",),
     "rms_norm": ("triton",),

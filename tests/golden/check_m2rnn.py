@@ -73,13 +73,11 @@ def clip_bound(golden: GoldenFile) -> float | None:
     return float(found[1]) if found else golden.config.get("gradient_clipping")
 
 
-def check_layer(
-    golden: GoldenFile, chunk_sizes: tuple[int, ...] = (5, 64), backend: str = "torch"
-) -> None:
+def check_layer(golden: GoldenFile, chunk_sizes: tuple[int, ...] = (5, 64), **kernels: str) -> None:
     for chunk_size in chunk_sizes:
         config = model_config(golden.config, chunk_size)
         layer = M2RNN(config).to(golden.dtype)
-        set_kernels(layer, Kernels(m2rnn=backend))
+        set_kernels(layer, Kernels(**kernels))
         stored = {n.removeprefix("param."): golden.input(n) for n in golden.names("param.")}
         layer.load_state_dict(from_upstream(M2RNN_KIND, stored, config))
         x = golden.input("x", grad=True)

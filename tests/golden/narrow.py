@@ -56,6 +56,8 @@ FILES = {
     "mamba3": "mamba3_*",
     "m2rnn": "m2rnn_*",
     "gated_delta_rule": "gdn_[rs]*",
+    "short_conv": "m2rnn_layer",
+    "gates": "m2rnn_layer",
     "experts": "moe_layer",
     "cross_entropy": "linear_ce*",
 }
@@ -108,8 +110,8 @@ class NarrowFile(GoldenFile):
 
     def __init__(self, case: Case, device: torch.device) -> None:
         super().__init__(DATA / f"{case.file}.safetensors", torch.bfloat16, device)
-        mixer = "_layer" in case.file and case.operation in ("mamba3", "m2rnn")
-        self.times = LAYER if mixer else 1
+        mixer = case.operation not in ("attention", "experts", "cross_entropy")
+        self.times = LAYER if mixer and "_layer" in case.file else 1
         # Grouped products of a GPU take rows of 16 bytes: the file's model dim is 12.
         self.dim = self._tensors["x"].shape[-1] if case.operation == "experts" else None
         self.off: dict[str, float] = {}
@@ -164,9 +166,17 @@ def mamba3_by(
 
 def m2rnn(golden: GoldenFile, backend: str) -> None:
     if "x" in golden:
-        check_m2rnn.check_layer(golden, (5,), backend)
+        check_m2rnn.check_layer(golden, (5,), m2rnn=backend)
     else:
         check_m2rnn.check_clips(golden, partial(m2rnn_chunked, chunk_size=5, backend=backend))
+
+
+def short_conv(golden: GoldenFile, backend: str) -> None:
+    check_m2rnn.check_layer(golden, (5,), short_conv=backend)
+
+
+def gates(golden: GoldenFile, backend: str) -> None:
+    check_m2rnn.check_layer(golden, (5,), gates=backend)
 
 
 def gated_delta(golden: GoldenFile, backend: str) -> None:
@@ -178,6 +188,8 @@ CHECKS: dict[str, Callable[[GoldenFile, str], None]] = {
     "mamba3": mamba3,
     "m2rnn": m2rnn,
     "gated_delta_rule": gated_delta,
+    "short_conv": short_conv,
+    "gates": gates,
     "experts": check_moe.check_layer,
     "cross_entropy": check_linear_ce.check,
 }

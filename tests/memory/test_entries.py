@@ -76,6 +76,8 @@ ENTRIES: dict[str, tuple[int, str, str, str]] = {
     "kernels.attention": (1, f"{GPU} AFF", "varlen", "torch"),
     "kernels.mamba3": (1, f"{GPU} MFF --data.seq-len 256", "mamba_ssm", "torch"),
     "kernels.m2rnn": (1, f"{GPU} RFF", "triton", "torch"),
+    "kernels.short-conv": (1, f"{GPU} MFF --model.mamba3.conv-kernel 64", "triton", "torch"),
+    "kernels.gates": (1, f"{GPU} RFF", "triton", "torch"),
     "kernels.experts": (1, f"{GPU} EFF", "triton", "torch"),
     "kernels.cross-entropy": (1, f"{GPU} FFF", "triton", "torch"),
     "kernels.rms-norm": (1, f"{GPU} FFF", "triton", "torch"),

@@ -261,7 +261,8 @@ def test_golden(golden_path: Path) -> None:
     if "x" in golden:
         if not INTERPRETED:
             pytest.skip("the layer's check runs on a CPU")
-        check_m2rnn.check_layer(golden, chunk_sizes=(5,), backend="triton")
+        kernels = dict.fromkeys(("m2rnn", "short_conv", "gates"), "triton")
+        check_m2rnn.check_layer(golden, chunk_sizes=(5,), **kernels)
     else:
         check_m2rnn.check_clips(golden, on_device(partial(m2rnn_chunked, chunk_size=5)))
     golden.finish()

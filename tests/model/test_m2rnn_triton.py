@@ -151,6 +151,24 @@ def test_compiles_without_a_gpu_and_loops_without_spills(capability: int) -> Non
             assert loops_and_spills(code) == (loops, []), f"{name} {K} {V}"
 
 
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_sums_compile_without_a_gpu(capability: int) -> None:
+    """Those of a backward at the paper's size: heads that share q and k, blocks of rows of v."""
+    pytest.importorskip("triton")
+    from megacpp.kernels.m2rnn import triton_sums
+
+    shapes = [(1, 44, 1, 64), (1, 44, 1, 64), (4, 44, 44, 16), (4, 44, 44, 1)]
+    fixed = {
+        f"{name}{i}": n for i, s in enumerate(shapes) for name, n in zip("PNGW", s, strict=True)
+    }
+    fixed |= {"BLOCK": triton_sums.BLOCK, "PADDED": 64, "AT_ONCE": triton_sums.AT_ONCE}
+    kinds = {f"part{i}": "*fp32" for i in range(4)} | {f"out{i}": "*bf16" for i in range(3)}
+    kinds |= {"out3": "*fp32"}
+    options = {"num_warps": 4}
+    made = machine_code.compiled(triton_sums._sum_kernel, kinds, fixed, capability, options, "i32")
+    assert made.asm["cubin"]
+
+
 def test_a_spill_in_a_loop_is_found() -> None:
     """Machine code with one spill over a loop and one within it."""
     lines = ["STL.64 [R1], R14", "MOV R2, R3", "STL [R1+0x8], R2", "@P1 BRA `(.L_x_1)"]

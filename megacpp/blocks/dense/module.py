@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from megacpp.config.schema import ModelConfig
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.gated_linear import gated, gated_linear
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
@@ -26,6 +27,7 @@ class MLP(Tokenwise):
     """
 
     recompute: Recompute = PLAIN
+    kernels: Kernels = PLAIN_KERNELS
 
     def __init__(
         self,
@@ -46,8 +48,9 @@ class MLP(Tokenwise):
         """Return the output `[..., D]` of inputs `[..., D]`, each token by itself."""
         hidden = self.recompute("mlp", self._hidden, x_BTD)
         if is_plain(self.w2):
-            return gated_linear(self.w2.weight, *hidden).to(x_BTD.dtype)
-        return self.w2(gated(*hidden)).to(x_BTD.dtype)
+            gate, up = hidden if len(hidden) == 2 else (*hidden, None)
+            return gated_linear(self.w2.weight, gate, up, self.kernels.gates).to(x_BTD.dtype)
+        return self.w2(gated(*hidden, backend=self.kernels.gates)).to(x_BTD.dtype)
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter, by name below the mixer."""

@@ -22,9 +22,10 @@ from megacpp.blocks.gated_deltanet.descriptor import GATED_DELTANET
 from megacpp.blocks.gated_deltanet.scan import NO_WEIGHTS, DeltaInputs, GatedDeltaScan
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.autograd import wide
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.gated_delta_rule.reference import gated_delta_step
-from megacpp.kernels.recurrent_gates import gated_ranks
+from megacpp.kernels.recurrent_gates import decay, gated_ranks
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import LogUniform, Rule, TimeStepBias
@@ -51,6 +52,7 @@ class GatedDeltaNet(Fp32Contract):
     """
 
     recompute: Recompute = PLAIN
+    kernels: Kernels = PLAIN_KERNELS
     thin = "in_b", "in_a"  # read x in one product
     linear = staticmethod(F.linear)  # that product; `recompute.compress` puts another
 
@@ -147,7 +149,7 @@ class GatedDeltaNet(Fp32Contract):
             q.unflatten(-1, (-1, self.delta.key_dim)),
             k.unflatten(-1, (-1, self.delta.key_dim)),
             v.unflatten(-1, (-1, self.delta.value_dim)),
-            -torch.exp(self.A_log) * F.softplus(wide(a) + self.dt_bias),
+            decay(a, self.A_log, self.dt_bias, False, self.kernels.gates),
             2 * beta if self.delta.allow_neg_eigval else beta,
         )
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from megacpp.blocks.m2rnn.descriptor import M2RNN_KIND
 from megacpp.blocks.m2rnn.scan import M2RNNInputs, M2RNNScan, M2RNNWeights
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.autograd import wide
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.m2rnn.chunks import StateClip
 from megacpp.kernels.m2rnn.reference import m2rnn_step
-from megacpp.kernels.recurrent_gates import gated_residual
+from megacpp.kernels.recurrent_gates import decay, gated_residual
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Identity, LogUniform, Rule, TimeStepBias
@@ -46,6 +46,8 @@ class M2RNNState:
 class DecayGate(Fp32Contract):
     """Forget values exp(-exp(A_log) softplus(x + dt_bias)) in (0, 1), at least fp32."""
 
+    kernels: Kernels = PLAIN_KERNELS
+
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.A_log = nn.Parameter(torch.empty(num_heads))
@@ -53,7 +55,7 @@ class DecayGate(Fp32Contract):
 
     def forward(self, x_BTN: Tensor) -> Tensor:
         """Return the forget gate `[B, T, N]` in (0, 1), in at least fp32."""
-        return torch.exp(-torch.exp(self.A_log) * F.softplus(wide(x_BTN) + self.dt_bias))
+        return decay(x_BTN, self.A_log, self.dt_bias, True, self.kernels.gates)
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter."""
@@ -68,6 +70,7 @@ class M2RNN(Fp32Contract):
     """
 
     recompute: Recompute = PLAIN
+    kernels: Kernels = PLAIN_KERNELS
     thin = "in_q", "in_k", "in_forget"  # read x in one product
     linear = staticmethod(F.linear)  # that product; `recompute.compress` puts another
 
@@ -175,5 +178,6 @@ class M2RNN(Fp32Contract):
 
     def _output(self, y: Tensor, v: Tensor, g: Tensor) -> Tensor:
         """Add the residual, gate, norm and project to the stream; y and v `[..., N, V]`."""
-        gated = self.recompute("conv_bc", gated_residual, y, v, self.D, g)
+        given = y, v, self.D, g, self.kernels.gates
+        gated = self.recompute("conv_bc", gated_residual, *given)
         return self.output_projection(self.g_norm(gated).to(g.dtype))

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from megacpp.blocks.mamba3.descriptor import MAMBA3
 from megacpp.blocks.mamba3.scan import Mamba3Scan
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.autograd import wide
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.mamba3.reference import mamba3_step
+from megacpp.kernels.recurrent_gates import steps
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Rule, TimeStepBias
@@ -47,6 +48,7 @@ class Mamba3(Fp32Contract):
     """Mixer x -> in_* -> [short conv] -> scan over documents -> out_proj, all `[B, T, D]`."""
 
     recompute: Recompute = PLAIN
+    kernels: Kernels = PLAIN_KERNELS
     thin = "in_B", "in_C", "in_dt", "in_A", "in_trap", "in_angles"  # read x in one product
     linear = staticmethod(F.linear)  # that product; `recompute.compress` puts another
 
@@ -208,20 +210,11 @@ class Mamba3(Fp32Contract):
         """Return normed C and B, and in fp32 the log decay A dt and the step dt."""
         B_BTC, C_BTC = bc_BTS.chunk(2, -1)
         shape = (self.mamba.mimo_rank, -1, self.mamba.d_state)
-        DT_BHT = F.softplus(wide(dt_BTH) + self.dt_bias).mT
-        ADT_BHT = self._decay_rate(wide(a_BTH)).mT * DT_BHT
+        how = self.mamba.a_floor, self.mamba.a_activation == "softplus", self.kernels.gates
+        ADT_BHT, DT_BHT = steps(dt_BTH, a_BTH, self.dt_bias, *how)
         Q, K = C_BTC.unflatten(-1, shape), B_BTC.unflatten(-1, shape)
         return self.C_norm(Q), self.B_norm(K), ADT_BHT, DT_BHT
 
     def _by_head(self, x_W: Tensor) -> Tensor:
         """Return `[..., H P]` as `[..., H, P]`, for any number of heads."""
         return x_W.unflatten(-1, (-1, self.mamba.headdim))
-
-    def _decay_rate(self, a: Tensor) -> Tensor:
-        """Return A = -activation(a), at most -a_floor."""
-        if self.mamba.a_activation == "softplus":
-            positive = F.softplus(a)
-        else:  # 1 + a for a >= 0, else 1 / (1 - a): slope and value continuous, slow to reach 0
-            above = F.relu(a)  # a.clamp(max=0) has no slope at 0 from torch 2.15 on
-            positive = above + (1.0 - (a - above)).reciprocal()
-        return -positive.clamp(min=self.mamba.a_floor)

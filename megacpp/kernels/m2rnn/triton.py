@@ -176,7 +176,7 @@ def forward(
             y_PBUNV = y_BUNV.new_empty(P, *y_BUNV.shape, dtype=torch.float32)
         launch.run(span, h_BNKV, y_PBUNV, fronts, final, states)
         if P > 1:
-            y_BUNV.copy_(y_PBUNV.sum(0))
+            _sum_parts([(y_PBUNV, y_BUNV)])
     if finals and rows is None:
         final_SNKV.copy_(h_BNKV)
     return results
@@ -250,17 +250,16 @@ def backward(
     again = len(kept) == 1
     fronts = kept[0] if again else None
     states = wide.new_empty(2, N, min(chunk_size, T), B, K, V).unbind(0) if again else kept
-    grads = [wide.new_empty(x.shape) for x in inputs]
+    grads = [x.new_empty(x.shape) for x in inputs]
     for span in reversed(launch.spans(4 * B * N * (2 * K + P * V + P))):
         U = span.stop - span.start
         shapes = (1, B, U, N, K), (1, B, U, N, K), (P, B, U, N, V), (P, B, U, N)
         parts = [wide.new_empty(shape) for shape in shapes]
         sums = parts, dw_PBNVV
         launch.backward(span, dy_BTNV, fronts, states, dh_BNKV, *inside[1:], *sums, clip, bound)
-        for dx, part in zip(grads, parts, strict=True):
-            # Over blocks of rows, and heads that share an input.
-            torch.sum(part.unflatten(3, (dx.shape[2], -1)), (0, 4), out=dx[:, span])
-        del parts, part  # before the next are made
+        heads = [*parts[:3], parts[3][..., None]], [*grads[:3], grads[3][..., None]]
+        _sum_parts([(part, dx[:, span]) for part, dx in zip(*heads, strict=True)])
+        del parts, sums, heads  # before the next are made
     if dinitial_SNKV is None:
         dinitial_SNKV = dw_PBNVV.new_empty(0)
     elif rows is None:
@@ -268,8 +267,13 @@ def backward(
     else:
         dinitial_SNKV.index_copy_(0, rows[:, 0], dh_BNKV)
     dw_NVV = dw_PBNVV.unflatten(2, (len(w_NVV), -1)).sum((0, 1, 3)).to(w_NVV.dtype)
-    grads = [dx.to(x.dtype) for dx, x in zip(grads, inputs, strict=True)]
     return [*grads, dw_NVV, dinitial_SNKV]
+
+
+def _sum_parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    from megacpp.kernels.m2rnn.triton_sums import sum_parts  # imports Triton
+
+    sum_parts(pairs)
 
 
 def _behind_the_rows(dfinal_SNKV: Tensor | None, rows: Tensor | None, zeros_BNKV: Tensor) -> Tensor:

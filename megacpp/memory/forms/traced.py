@@ -45,6 +45,7 @@ from megacpp.model.pattern import entrance, exit_parts, layer_kinds, warms_up, w
 from megacpp.model.regions import NOTHING, compiled_budget, regions_of
 
 DTYPES = {2: "bf16", 4: "fp32", 8: "fp64"}
+SHARED = {"rms_norm", "short_conv", "gates"}  # operations of more than one kind of block
 NO_GROUP = -1  # value of `recompute.mhc_group_size` for layers whose streams are all saved
 
 
@@ -149,7 +150,7 @@ def _layers_request(own: LocalShapes, part: TracedPart) -> BlockRequest:
     if own.compiled:
         whole = compiled_budget(config.recompute, config.model)
         policy["activation_memory_budget"] = 1.0 if part.last else whole
-    kernels = {need.kernel for need in needs} - {""} | {"rms_norm"}
+    kernels = {need.kernel for need in needs} - {""} | SHARED
     few = _config(sizes, model, {**mesh, "cp": cp}, policy, kernels)
     if own.fp8 & {kind[0] for kind in part.chain}:
         fp8 = replace(config.precision, dtype=few.precision.dtype, fp8_ends=0)
@@ -192,7 +193,7 @@ def _outer_request(own: LocalShapes, chain: tuple[str, ...]) -> BlockRequest:
     mesh = {"cp": own.cp, "cp_order": config.mesh.cp_order}
     if ahead:
         mesh["cp_attention"] = config.mesh.cp_attention
-    kernels = {"cross_entropy", "rms_norm", *(["attention"] if ahead else [])}
+    kernels = SHARED | {"cross_entropy", *(["attention"] if ahead else [])}
     few = _config(own, model, mesh, _fields(config.recompute, {"mtp"}), kernels)
     few = replace(few, train=replace(few.train, compile="off"))
     same, frozen = (own.tokens,), own.warms_up

@@ -1,0 +1,262 @@
+"""Triton kernels of triton_gates.py.
+
+Tokens lie `row_stride` and `token_stride` apart where they are read, results side by side. A
+program has some tokens, and BLOCK of their N numbers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _softplus(x):
+    """Return log(1 + exp(x)), also where it is small: log(u) e / (u - 1) with u = 1 + e rounded."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e
+    small = tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
+    return tl.where(x > 20.0, x, tl.where(x == x, small, x))
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _decay_kernel(
+    x,
+    A_log,
+    bias,
+    out,
+    tokens,
+    T,
+    row_stride,
+    token_stride,
+    FACTOR: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Write the decay of each head, or its log."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (token < tokens)[:, None] & (head < N)[None, :]
+    start = (token // T).to(tl.int64) * row_stride + (token % T).to(tl.int64) * token_stride
+    values = tl.load(x + start[:, None] + head[None, :], mask=inside, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(A_log + head, mask=head < N, other=0.0).to(tl.float32))
+    values += tl.load(bias + head, mask=head < N, other=0.0).to(tl.float32)[None, :]
+    result = -rate[None, :] * _softplus(values)
+    if FACTOR:
+        result = tl.exp(result)
+    tl.store(out + token.to(tl.int64)[:, None] * N + head[None, :], result, mask=inside)
+
+
+@triton.jit
+def _decay_backward_kernel(
+    dout,
+    x,
+    A_log,
+    bias,
+    dx,
+    part,
+    tokens,
+    T,
+    row_stride,
+    token_stride,
+    programs,
+    FACTOR: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Write gradients of x, and parts of those of A_log and bias."""
+    program = tl.program_id(0)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    rate = tl.exp(tl.load(A_log + head, mask=head < N, other=0.0).to(tl.float32))[None, :]
+    shift = tl.load(bias + head, mask=head < N, other=0.0).to(tl.float32)[None, :]
+    dlog = tl.zeros([TOKENS, BLOCK], tl.float32)
+    dbias = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for block in range(program, tl.cdiv(tokens, TOKENS), programs):
+        token = block * TOKENS + tl.arange(0, TOKENS)
+        inside = (token < tokens)[:, None] & (head < N)[None, :]
+        start = (token // T).to(tl.int64) * row_stride + (token % T).to(tl.int64) * token_stride
+        place = token.to(tl.int64)[:, None] * N + head[None, :]
+        values = tl.load(x + start[:, None] + head[None, :], mask=inside, other=0.0)
+        values = values.to(tl.float32) + shift
+        log = -rate * _softplus(values)
+        d = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+        if FACTOR:
+            d = d * tl.exp(log)
+        dvalues = -d * rate * _sigmoid(values)
+        tl.store(dx + place, dvalues.to(dx.dtype.element_ty), mask=inside)
+        dlog += tl.where(inside, d * log, 0.0)
+        dbias += tl.where(inside, dvalues, 0.0)
+    place = part + program * 2 * N + head
+    tl.store(place, tl.sum(dlog, 0), mask=head < N)
+    tl.store(place + N, tl.sum(dbias, 0), mask=head < N)
+
+
+@triton.jit
+def _positive(a, SOFTPLUS: tl.constexpr):
+    """Return -A before its floor, and its slope."""
+    if SOFTPLUS:
+        value = _softplus(a)
+        slope = _sigmoid(a)
+    else:
+        below = 1.0 / (1.0 - a)
+        value = tl.where(a >= 0.0, 1.0 + a, below)
+        slope = tl.where(a >= 0.0, 1.0, below * below)
+    return value, slope
+
+
+@triton.jit
+def _steps_kernel(
+    dt,
+    a,
+    bias,
+    adt,
+    step,
+    tokens,
+    T,
+    row_stride,
+    token_stride,
+    floor,
+    SOFTPLUS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Write log decay and step of each head, tokens side by side."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (token < tokens)[:, None] & (head < N)[None, :]
+    start = (token // T).to(tl.int64) * row_stride + (token % T).to(tl.int64) * token_stride
+    place = start[:, None] + head[None, :]
+    shift = tl.load(bias + head, mask=head < N, other=0.0).to(tl.float32)[None, :]
+    size = _softplus(tl.load(dt + place, mask=inside, other=0.0).to(tl.float32) + shift)
+    value, _ = _positive(tl.load(a + place, mask=inside, other=0.0).to(tl.float32), SOFTPLUS)
+    value = tl.where(value < floor, floor, value)
+    by_head = ((token // T).to(tl.int64) * N * T + token % T)[:, None] + head[None, :] * T
+    tl.store(step + by_head, size, mask=inside)
+    tl.store(adt + by_head, -value * size, mask=inside)
+
+
+@triton.jit
+def _steps_backward_kernel(
+    dadt,
+    dstep,
+    dt,
+    a,
+    bias,
+    ddt,
+    da,
+    part,
+    tokens,
+    T,
+    row_stride,
+    token_stride,
+    floor,
+    programs,
+    SOFTPLUS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Write gradients of dt and a, and parts of that of bias."""
+    program = tl.program_id(0)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    shift = tl.load(bias + head, mask=head < N, other=0.0).to(tl.float32)[None, :]
+    dbias = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for block in range(program, tl.cdiv(tokens, TOKENS), programs):
+        token = block * TOKENS + tl.arange(0, TOKENS)
+        inside = (token < tokens)[:, None] & (head < N)[None, :]
+        start = (token // T).to(tl.int64) * row_stride + (token % T).to(tl.int64) * token_stride
+        place = start[:, None] + head[None, :]
+        by_head = ((token // T).to(tl.int64) * N * T + token % T)[:, None] + head[None, :] * T
+        d = tl.load(dadt + by_head, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(dt + place, mask=inside, other=0.0).to(tl.float32) + shift
+        value, slope = _positive(
+            tl.load(a + place, mask=inside, other=0.0).to(tl.float32), SOFTPLUS
+        )
+        slope = tl.where(value < floor, 0.0, slope)
+        value = tl.where(value < floor, floor, value)
+        size = _softplus(x)
+        dsize = tl.load(dstep + by_head, mask=inside, other=0.0).to(tl.float32) - d * value
+        dx = dsize * _sigmoid(x)
+        out = token.to(tl.int64)[:, None] * N + head[None, :]
+        tl.store(ddt + out, dx.to(ddt.dtype.element_ty), mask=inside)
+        tl.store(da + out, (-d * size * slope).to(da.dtype.element_ty), mask=inside)
+        dbias += tl.where(inside, dx, 0.0)
+    tl.store(part + program * N + head, tl.sum(dbias, 0), mask=head < N)
+
+
+@triton.jit
+def _residual_kernel(
+    y,
+    v,
+    D,
+    g,
+    out,
+    tokens,
+    T,
+    row_stride,
+    token_stride,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Write the gated residual."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (token < tokens)[:, None] & (column < N)[None, :]
+    place = token.to(tl.int64)[:, None] * N + column[None, :]
+    skip = tl.load(D + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    gate = tl.load(g + place, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(v + place, mask=inside, other=0.0).to(tl.float32) * skip
+    total += tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, total * gate * _sigmoid(gate), mask=inside)
+
+
+@triton.jit
+def _residual_backward_kernel(
+    dout,
+    y,
+    v,
+    D,
+    g,
+    dy,
+    dv,
+    dg,
+    part,
+    tokens,
+    T,
+    row_stride,
+    token_stride,
+    programs,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Write gradients of y, v and g, and parts of that of D."""
+    program = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    skip = tl.load(D + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    dskip = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for block in range(program, tl.cdiv(tokens, TOKENS), programs):
+        token = block * TOKENS + tl.arange(0, TOKENS)
+        inside = (token < tokens)[:, None] & (column < N)[None, :]
+        place = token.to(tl.int64)[:, None] * N + column[None, :]
+        gate = tl.load(g + place, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(v + place, mask=inside, other=0.0).to(tl.float32)
+        total = tl.load(y + place, mask=inside, other=0.0).to(tl.float32) + values * skip
+        d = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = _sigmoid(gate)
+        dtotal = d * gate * sigmoid
+        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        tl.store(dy + place, dtotal.to(dy.dtype.element_ty), mask=inside)
+        tl.store(dv + place, (dtotal * skip).to(dv.dtype.element_ty), mask=inside)
+        tl.store(dg + place, (d * total * slope).to(dg.dtype.element_ty), mask=inside)
+        dskip += tl.where(inside, dtotal * values, 0.0)
+    tl.store(part + program * N + column, tl.sum(dskip, 0), mask=column < N)

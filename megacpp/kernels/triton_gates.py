@@ -1,0 +1,242 @@
+"""Decays and the gated residual by Triton: one launch forward, one backward and a sum.
+
+    decay_log = -exp(A_log) softplus(x + bias)                  M2RNN takes its exp
+    step = softplus(dt + bias), rate = -max(positive(a), floor), ADT = rate step       Mamba-3
+    gated = (y + v D) silu(g)                                   M2RNN
+
+Numbers inside are fp32, and results are rounded once. Only inputs are kept. A program of a backward
+takes every PROGRAMS-th block of tokens and adds up its part of a weight's gradient, so that sums
+have one order.
+
+Legend: B rows, T tokens of a row, S = B T tokens, N heads, V value, X = N V; P programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacpp.kernels.experts.triton import units_backward, weighed_units
+from megacpp.kernels.triton_gate_kernels import (
+    _decay_backward_kernel,
+    _decay_kernel,
+    _residual_backward_kernel,
+    _residual_kernel,
+    _steps_backward_kernel,
+    _steps_kernel,
+)
+
+TILE, COLUMNS = 2048, 1024  # numbers at a time, and how many of one token
+PROGRAMS = 512  # of a backward: some for each of a GPU's processors
+
+
+class Gate(torch.autograd.Function):
+    """Function of this file by its name, whose backward has the name and `_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, how: tuple[Any, ...], *given: Tensor) -> Any:
+        """Return what the function returns of `given` and `how`."""
+        ctx.save_for_backward(*given)
+        ctx.name, ctx.how = name, how
+        return globals()[name](*given, *how)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `given`."""
+        backward = globals()[f"{ctx.name}_backward"]
+        return None, None, *backward(*grads, *ctx.saved_tensors, *ctx.how)
+
+
+def decay(x_BTN: Tensor, A_log_N: Tensor, bias_N: Tensor, factor: bool) -> Tensor:
+    """Return -exp(A_log) softplus(x + bias) in fp32, or with `factor` its exp, `[B, T, N]`.
+
+    Args:
+        x_BTN: from the projection.
+        A_log_N: log of the rates.
+        bias_N: added to x.
+        factor: the exp.
+    """
+    out = torch.empty(x_BTN.shape, dtype=torch.float32, device=x_BTN.device)
+    x_BTN = _side_by_side(x_BTN)
+    given = x_BTN, A_log_N.contiguous(), bias_N.contiguous(), out, *_places(x_BTN)
+    _launch(_decay_kernel, _blocks(x_BTN), *given, FACTOR=factor, **_tile(x_BTN))
+    return out
+
+
+def decay_backward(
+    dout_BTN: Tensor, x_BTN: Tensor, A_log_N: Tensor, bias_N: Tensor, factor: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, A_log and bias.
+
+    Args:
+        dout_BTN: gradient of the result.
+        x_BTN: from the projection.
+        A_log_N: log of the rates.
+        bias_N: added to x.
+        factor: the result is the exp.
+    """
+    dx_BTN = torch.empty(x_BTN.shape, dtype=x_BTN.dtype, device=x_BTN.device)
+    x_BTN, programs = _side_by_side(x_BTN), PROGRAMS
+    part_P2N = dx_BTN.new_empty(programs, 2, x_BTN.shape[-1], dtype=torch.float32)
+    given = dout_BTN.contiguous(), x_BTN, A_log_N.contiguous(), bias_N.contiguous(), dx_BTN
+    places = part_P2N, *_places(x_BTN), programs
+    _launch(_decay_backward_kernel, programs, *given, *places, FACTOR=factor, **_tile(x_BTN))
+    dA_log_N, dbias_N = part_P2N.sum(0).unbind()
+    return dx_BTN, dA_log_N.to(A_log_N.dtype), dbias_N.to(bias_N.dtype)
+
+
+def steps(
+    dt_BTN: Tensor, a_BTN: Tensor, bias_N: Tensor, floor: float, softplus: bool
+) -> tuple[Tensor, Tensor]:
+    """Return Mamba-3's log decay A dt and step dt in fp32, `[B, N, T]`.
+
+    Args:
+        dt_BTN: from the projection.
+        a_BTN: from the projection, as far apart in memory.
+        bias_N: added to dt.
+        floor: least -A.
+        softplus: makes -A of a; else 1 + a above 0 and 1 / (1 - a) below.
+    """
+    (B, T, N), device = dt_BTN.shape, dt_BTN.device
+    adt, step = (torch.empty(B, N, T, dtype=torch.float32, device=device) for _ in range(2))
+    dt_BTN, a_BTN = _alike(dt_BTN, a_BTN)
+    given = dt_BTN, a_BTN, bias_N.contiguous(), adt, step, *_places(dt_BTN), floor
+    _launch(_steps_kernel, _blocks(dt_BTN), *given, SOFTPLUS=softplus, **_tile(dt_BTN))
+    return adt, step
+
+
+def steps_backward(
+    dadt_BNT: Tensor,
+    dstep_BNT: Tensor,
+    dt_BTN: Tensor,
+    a_BTN: Tensor,
+    bias_N: Tensor,
+    floor: float,
+    softplus: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of dt, a and bias.
+
+    Args:
+        dadt_BNT: gradient of A dt.
+        dstep_BNT: gradient of dt's result.
+        dt_BTN: from the projection.
+        a_BTN: from the projection.
+        bias_N: added to dt.
+        floor: least -A.
+        softplus: as in `steps`.
+    """
+    ddt, da = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (dt_BTN, a_BTN))
+    (dt_BTN, a_BTN), N = _alike(dt_BTN, a_BTN), dt_BTN.shape[-1]
+    programs = PROGRAMS
+    part_PN = ddt.new_empty(programs, N, dtype=torch.float32)
+    given = dadt_BNT.contiguous(), dstep_BNT.contiguous(), dt_BTN, a_BTN, bias_N.contiguous()
+    places = ddt, da, part_PN, *_places(dt_BTN), floor, programs
+    fixed = _tile(dt_BTN) | {"SOFTPLUS": softplus}
+    _launch(_steps_backward_kernel, programs, *given, *places, **fixed)
+    return ddt, da, part_PN.sum(0, dtype=bias_N.dtype)
+
+
+def gated_residual(y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor) -> Tensor:
+    """Return (y + v D) silu(g), `[..., X]` in fp32.
+
+    Args:
+        y_NV: `[B, T, N, V]`.
+        v_NV: `[B, T, N, V]`.
+        D_NV: skip weights.
+        g_X: gate, `[B, T, X]`.
+    """
+    out = torch.empty(g_X.shape, dtype=torch.float32, device=g_X.device)
+    y, v, g = y_NV.flatten(-2).contiguous(), v_NV.flatten(-2).contiguous(), g_X.contiguous()
+    given = y, v, D_NV.contiguous(), g, out, *_places(g)
+    _launch(_residual_kernel, _blocks(g), *given, **_tile(g))
+    return out
+
+
+def gated_residual_backward(
+    dout_X: Tensor, y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of y, v, D and g.
+
+    Args:
+        dout_X: gradient of the result, `[B, T, X]`.
+        y_NV: `[B, T, N, V]`.
+        v_NV: `[B, T, N, V]`.
+        D_NV: skip weights.
+        g_X: gate, `[B, T, X]`.
+    """
+    y, v, g = y_NV.flatten(-2).contiguous(), v_NV.flatten(-2).contiguous(), g_X.contiguous()
+    dy, dv, dg = (torch.empty_like(x) for x in (y, v, g))
+    programs = PROGRAMS
+    part_PX = g.new_empty(programs, g.shape[-1], dtype=torch.float32)
+    given = dout_X.contiguous(), y, v, D_NV.contiguous(), g, dy, dv, dg, part_PX, *_places(g)
+    _launch(_residual_backward_kernel, programs, *given, programs, **_tile(g))
+    dD_NV = part_PX.sum(0, dtype=D_NV.dtype).view(D_NV.shape)
+    return dy.view(y_NV.shape), dv.view(v_NV.shape), dD_NV, dg
+
+
+def hidden(gate: Tensor, up: Tensor | None) -> Tensor:
+    """Return silu(gate) * up, or relu(gate)^2 without `up`, by the kernel of the experts' units.
+
+    Args:
+        gate: `[..., F]`.
+        up: `[..., F]`, or None.
+    """
+    rows = gate.flatten(0, -2), None if up is None else up.flatten(0, -2)
+    return weighed_units(*rows, None).view(gate.shape)
+
+
+def hidden_backward(
+    dh: Tensor, gate: Tensor, up: Tensor | None, wants_h: bool = False
+) -> tuple[Tensor | None, ...]:
+    """Return `hidden` again if it is wanted, and the gradients of gate and up, `[..., F]`.
+
+    Args:
+        dh: gradient of the result, which is overwritten.
+        gate: `[..., F]`.
+        up: `[..., F]`, or None.
+        wants_h: compute the result again.
+    """
+    rows = gate.flatten(0, -2), None if up is None else up.flatten(0, -2), None
+    grads, h = units_backward(*rows, dh.contiguous().flatten(0, -2), wants_h)
+    found = [None if x is None else x.view(gate.shape) for x in (h, *grads)]
+    return found[0], found[1], found[2] if up is not None else None
+
+
+def _launch(kernel: Any, programs: int, x: Tensor, *given: Any, **constants: Any) -> None:
+    if not programs:
+        return
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        kernel[(programs, -(-constants["N"] // constants["BLOCK"]))](x, *given, **constants)
+
+
+def _side_by_side(x_BTN: Tensor) -> Tensor:
+    """Return heads side by side; rows and tokens may lie apart."""
+    return x_BTN if x_BTN.stride(-1) == 1 else x_BTN.contiguous()
+
+
+def _alike(a_BTN: Tensor, b_BTN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both with the same strides."""
+    if a_BTN.stride() == b_BTN.stride() and a_BTN.stride(-1) == 1:
+        return a_BTN, b_BTN
+    return a_BTN.contiguous(), b_BTN.contiguous()
+
+
+def _places(x_BTN: Tensor) -> tuple[int, ...]:
+    """Return tokens, tokens of a row, and how far rows and tokens are apart."""
+    B, T, _ = x_BTN.shape
+    return B * T, T, *x_BTN.stride()[:2]
+
+
+def _tile(x_BTN: Tensor) -> dict[str, int]:
+    """Return the constants of a launch."""
+    block = min(COLUMNS, 1 << (x_BTN.shape[-1] - 1).bit_length())
+    return {"N": x_BTN.shape[-1], "BLOCK": block, "TOKENS": max(1, TILE // block)}
+
+
+def _blocks(x_BTN: Tensor) -> int:
+    """Return the number of tiles."""
+    return -(-x_BTN.shape[0] * x_BTN.shape[1] // _tile(x_BTN)["TOKENS"]) if x_BTN.numel() else 0
