@@ -195,7 +195,7 @@ def hidden_backward(
     """Return `hidden` again if it is wanted, and the gradients of gate and up, `[..., F]`.
 
     Args:
-        dh: gradient of the result, which is overwritten.
+        dh: gradient of the result, `[..., F]`, which is overwritten.
         gate: `[..., F]`.
         up: `[..., F]`, or None.
         wants_h: compute the result again.
