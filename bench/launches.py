@@ -67,6 +67,7 @@ CASES = (
     ("E", "experts", "triton"),
     ("M", "mamba3", "torch"),
     ("M", "mamba3", "mamba_ssm"),
+    ("M", "mamba3", "triton"),
     ("R", "m2rnn", "torch"),
     ("R", "m2rnn", "triton"),
     ("G", "", ""),

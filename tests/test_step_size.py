@@ -10,7 +10,7 @@ from bench.house import STEPS, step_path
 from tests.launch import ROOT
 
 # Files, lines in them, switches between files, as today; the aims are in bench/house.py.
-MOST = {"dense": (36, 5_410, 375), "hybrid": (61, 9_750, 1_035)}
+MOST = {"dense": (36, 5_410, 375), "hybrid": (61, 9_760, 1_035)}
 
 
 @pytest.mark.parametrize("name", STEPS)

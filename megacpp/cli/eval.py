@@ -66,7 +66,7 @@ def evaluate(args: EvalArgs) -> int:
         raise config_error("tasks", "", "is needed", "write --tasks NAME or a task's YAML file")
     out = prepared_file(args)
     # Before lm-eval's libraries are imported: local files need no network.
-    os.environ.setdefault("HF_DATASETS_CACHE", str(out.parent / "datasets"))
+    os.environ.setdefault("HF_DATASETS_CACHE", str(out.parent.absolute() / "datasets"))
     from megacpp.run.harness import evaluated, figures_of
 
     subject = subject_of(args)

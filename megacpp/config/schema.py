@@ -320,7 +320,7 @@ class KernelsConfig:
     attention: Literal[
         "auto", "varlen", "flex", "merged", "varlen_padded", "torch", "reference"
     ] = setting("auto", "Backend of attention (auto: the first that can run here).")
-    mamba3: Literal["auto", "mamba_ssm", "tilelang", "torch", "reference"] = setting(
+    mamba3: Literal["auto", "mamba_ssm", "tilelang", "triton", "torch", "reference"] = setting(
         "auto", "Backend of Mamba-3's scan (auto: the first that can run here)."
     )
     m2rnn: Literal["auto", "triton", "torch", "reference"] = setting(

@@ -17,7 +17,7 @@ from megacpp.kernels.attention.support import flex, merged, varlen, varlen_padde
 from megacpp.kernels.gated_delta_rule.support import fla
 from megacpp.kernels.host import Host, installed
 from megacpp.kernels.m2rnn.support import m2rnn_triton
-from megacpp.kernels.mamba3.support import mamba3_mimo, mamba3_siso, mimo_cost
+from megacpp.kernels.mamba3.support import mamba3_mimo, mamba3_siso, mamba3_triton, mimo_cost
 from megacpp.kernels.support import (
     always,
     dotted,
@@ -127,6 +127,7 @@ OPERATIONS: dict[str, Operation] = {
                 mamba3_mimo,
                 cost=mimo_cost,
             ),
+            Backend("triton", "SISO: a program for each chunk and head", mamba3_triton),
             Backend("torch", "matrix products over chunks", always),
             _definition("one token after another"),
         ),

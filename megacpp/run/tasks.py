@@ -77,7 +77,7 @@ class Tasks:
             self._more(False)
 
     def _figures(self, copy: Any) -> dict[str, dict[str, float]]:
-        cache = Path(self.config.run.dir) / "eval" / "datasets"
+        cache = Path(self.config.run.dir).absolute() / "eval" / "datasets"
         os.environ.setdefault("HF_DATASETS_CACHE", str(cache))
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         length = self.config.model.attention.max_seq_len

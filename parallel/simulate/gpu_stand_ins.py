@@ -34,7 +34,7 @@ from parallel.simulate.library_stand_ins import flex, mimo, siso
 # Of each operation, backends whose allocations a trace has, beside torch's.
 TRACED = {
     "attention": ("varlen", "varlen_padded", "flex", "merged"),
-    "mamba3": ("mamba_ssm", "tilelang"),
+    "mamba3": ("mamba_ssm", "tilelang", "triton"),
     "m2rnn": ("triton",),
     "short_conv": ("triton",),
     "gates": ("triton",),

@@ -61,7 +61,11 @@ FILES = {
     "experts": "moe_layer",
     "cross_entropy": "linear_ce*",
 }
-ONLY = {"mamba_ssm": "siso", "tilelang": "mimo"}
+ONLY = {
+    ("mamba3", "mamba_ssm"): "siso",
+    ("mamba3", "tilelang"): "mimo",
+    ("mamba3", "triton"): "siso",
+}
 NEEDS = {"fla": "fla", "triton": "triton", "mamba_ssm": "mamba_ssm", "tilelang": "tilelang"}
 # Inputs that a model has in bf16; a parameter is rounded where its module stores it.
 NARROW = {"q", "k", "v", "d_y", "x", "weight", "u", "Q", "K", "V", "Z", "Trap", "Angles"}
@@ -202,7 +206,7 @@ def cases() -> list[Case]:
         for name in FILES
         for backend in OPERATIONS[name].backends
         for path in sorted(DATA.glob(f"{FILES[name]}.safetensors"))
-        if ONLY.get(backend.name, "") in path.stem
+        if ONLY.get((name, backend.name), "") in path.stem
     ]
 
 

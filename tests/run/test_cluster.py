@@ -80,10 +80,12 @@ def test_nodes_without_a_shared_run_folder_are_refused(corpus: Path, tmp_path: P
     agents = [agent(options, flags, node) for node in nodes]
     said = ended(agents)
     lines = [x for out in said for x in out.splitlines() if x.startswith("error: ")]
+    codes = [one.returncode for one in agents]
+    assert 2 in codes and set(codes) <= {2, 6}, codes
+    if 6 in codes:  # the other lost the store before it saw its own rank end
+        lines = [x for x in lines if not x.startswith("error: rdzv-endpoint=")]
     assert len(lines) == 1, "\n".join(said)
     assert "run.dir=runs/own: isn't the folder that rank 0 made" in lines[0]
-    codes = [one.returncode for one in agents]
-    assert 2 in codes and set(codes) <= {2, 6}, codes  # the other may lose the store first
     assert not list(tmp_path.glob("*/runs/own/*")), "nothing was started"
 
 

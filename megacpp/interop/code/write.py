@@ -39,6 +39,7 @@ NEVER = (
     "megacpp.kernels.m2rnn.triton",
     "megacpp.kernels.m2rnn.triton_sums",
     "megacpp.kernels.mamba3.library",
+    "megacpp.kernels.mamba3.triton",
     "megacpp.kernels.triton_causal_conv",
     "megacpp.kernels.triton_gate_kernels",
     "megacpp.kernels.triton_gates",

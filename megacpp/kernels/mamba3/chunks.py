@@ -81,7 +81,13 @@ def mamba3_scan(
         return mamba3_library(
             inputs, weights, docs, pairing, chunk_size, initial, with_state=with_state
         )
-    assert backend == "torch", backend
+    if backend == "triton" and not torch.compiler.is_compiling():
+        from megacpp.kernels.mamba3.triton import mamba3_triton
+
+        return mamba3_triton(
+            inputs, weights, docs, pairing, chunk_size, initial, with_state=with_state
+        )
+    assert backend in ("torch", "triton"), backend  # a compiler takes torch's
     return mamba3_chunked(inputs, weights, docs, pairing, chunk_size, initial, recompute=recompute)
 
 
@@ -146,7 +152,7 @@ def _chunked(
         log_scale_BHJC,
         gamma_BHJC,
         weights.D,
-        _first(inputs, weights, initial, pairing),
+        first_state(inputs, weights, initial, pairing),
         chunks,
     )
     T, chunk = inputs.V.shape[1], chunks.size
@@ -226,10 +232,17 @@ def _angles(Angles: Tensor, DT_BHJC: Tensor, chunks: Chunks, initial_BHA: Tensor
     return within_BHJAC + torch.where(enters, entering_BHJA[..., None], 0.0)
 
 
-def _first(
+def first_state(
     inputs: ScanInputs, weights: HeadWeights, initial: Mamba3State | None, pairing: Pairing
 ) -> Tensor:
-    """Return the look-ahead state in front of each row, `[B, H, N, P]`, zeros without `initial`."""
+    """Return the look-ahead state in front of each row, `[B, H, N, P]`.
+
+    Args:
+        inputs: of every token.
+        weights: of the heads.
+        initial: state in front of each row; None: zeros.
+        pairing: of the rotated dims.
+    """
     B, _, H, P = inputs.V.shape
     if initial is None:
         return inputs.DT.new_zeros(B, H, inputs.Q.shape[-1], P)

@@ -1,7 +1,7 @@
-"""Reasons why a configuration can't use the Mamba-3 kernels of mamba-ssm; no torch import here.
+"""Reasons why a configuration can't use the kernels of Mamba-3; no torch import here.
 
-Both compute in bf16 on a GPU. Their shapes are those that the kernels' code asserts or that their
-authors test; the defects are those of the versions named.
+Those of mamba-ssm compute in bf16 on a GPU. Their shapes are those that the kernels' code asserts
+or that their authors test; the defects are those of the versions named.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from megacpp.config.schema import Config
 from megacpp.kernels.host import Host
+from megacpp.kernels.support import triton_in_fp32
 
 OLDEST = "2.3.2"  # of mamba-ssm: the first on PyPI with packed rows in both kernels
 # state-spaces/mamba#997 is in the source alone, behind 2.3.2.post1, the newest on PyPI. No release
@@ -33,6 +34,32 @@ def mamba3_siso(config: Config, host: Host) -> str | None:
 def mamba3_mimo(config: Config, host: Host) -> str | None:
     """Return why `mamba3_mimo`, in TileLang, can't run; None: it can."""
     return next(_mimo(config, host), None)
+
+
+def mamba3_triton(config: Config, host: Host) -> str | None:
+    """Return why our Triton kernels can't run; None: they can."""
+    m = config.model.mamba3
+    if m.mimo_rank > 1:
+        return f"is for SISO (model.mamba3.mimo_rank={m.mimo_rank})"
+    return triton_in_fp32(config, host) or _registers(m.d_state, m.headdim, host.capability)
+
+
+def _registers(d_state: int, headdim: int, capability: tuple[int, int] | None) -> str | None:
+    """Return that a program's registers don't hold the tiles of a state; None: they do.
+
+    Compiled for 8.0, whose products take both operands from registers, programs keep kilobytes a
+    thread elsewhere beyond 64 x 64; for 9.0 and 10.0 up to 350 bytes at 128 x 128.
+    """
+    by_warps = capability is not None and not (9, 0) <= capability < (12, 0)
+    most = 64 if by_warps else 128
+    if max(d_state, headdim) > 128 or _block(d_state) * _block(headdim) > most**2:
+        there = "" if capability is None else f" on {_dotted(capability)}"
+        return f"holds states of up to {most} x {most}{there}, not {d_state} x {headdim}"
+    return None
+
+
+def _block(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def _siso(config: Config, host: Host) -> Iterator[str]:
