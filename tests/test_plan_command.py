@@ -104,8 +104,8 @@ def test_people_get_a_table_that_needs_no_colour(capsys: pytest.CaptureFixture[s
 def test_the_first_criterion_that_differs_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{ASKED} --mesh.ep 1 --recompute.norms true --top 3 --explain".split()) == 0
     out = capsys.readouterr().out
-    assert "#1 before #2: a larger device batch (32 rows, not 16 rows)" in out
-    assert "#2 before #3: a larger device batch (16 rows, not 8 rows)" in out
+    assert "#1 before #2: a larger device batch (64 rows, not 32 rows)" in out
+    assert "#2 before #3: a larger device batch (32 rows, not 16 rows)" in out
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

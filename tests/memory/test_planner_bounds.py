@@ -132,9 +132,9 @@ def test_the_articles_operating_points_fit_and_what_is_better(name: str, seq: in
     mesh = best.config.mesh
     assert (mesh.tp, mesh.ep, mesh.dp_shard, best.estimate.verdict) == (1, 1, 8, "fits")
     # It works on more tokens at once, and less travels. So does what dominates the point,
-    # which has as much to do in a microbatch and repeats no more.
+    # which has at least as much to do in a microbatch and repeats no more.
     assert best.device_tokens >= 2 * point.device_tokens
-    assert instead is not None and instead.device_tokens == point.device_tokens
+    assert instead is not None and instead.device_tokens >= point.device_tokens
     assert instead.config.mesh.tp == 1 and instead.policy.replayed <= point.policy.replayed
     sent, other, theirs_sent = (traffic(c.config, 8).bytes for c in (best, instead, point))
-    assert 7 * sent < 4 * other < theirs_sent
+    assert 1.4 * sent < other < theirs_sent / 4
