@@ -72,7 +72,7 @@ def test_it_is_the_fp64_form(dtype: torch.dtype, docs: Documents | None) -> None
 @pytest.mark.parametrize("taps", [1, 2, 3, 6])
 @pytest.mark.parametrize("dilation", [1, 5])
 def test_any_taps(taps: int, dilation: int, docs: Documents | None) -> None:
-    """As many as a row has tokens, too, and without an activation."""
+    """Compare one to six taps, near and far apart, and three without an activation."""
     x, dy = noise(2, 23, 3).float(), noise(2, 23, 3, seed=2).float()
     check(x, dy, docs, taps, None if taps == 3 else "silu", dilation)
 

@@ -68,7 +68,7 @@ def check(gate: Gate, given: list[Tensor]) -> None:
 
 
 def apart(x: Tensor) -> Tensor:
-    """The same numbers within wider tokens."""
+    """Return the same numbers, stored within wider tokens."""
     wider = torch.zeros(*x.shape[:-1], x.shape[-1] + 3, dtype=x.dtype)
     wider[..., 2:-1] = x
     return wider[..., 2:-1]
