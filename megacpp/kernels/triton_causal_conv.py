@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megacpp.kernels.strides import side_by_side
 from megacpp.model.documents import Documents
 
 TOKENS, CHANNELS, WARPS = 32, 64, 8  # of a tile: 8 numbers for each thread
@@ -76,7 +77,7 @@ def forward(
     """
     y_BTC = torch.empty(x_BTC.shape, dtype=x_BTC.dtype, device=x_BTC.device)
     if x_BTC.numel():
-        x_BTC = _narrow_last(x_BTC)
+        x_BTC = side_by_side(x_BTC)
         fixed = _fixed(x_BTC, weight_C1K, positions_BT, silu, dilation)
         grid = _tiles(x_BTC)
         positions = x_BTC if positions_BT is None else positions_BT.contiguous()
@@ -106,7 +107,7 @@ def backward(
     dx_BTC = torch.empty(x_BTC.shape, dtype=x_BTC.dtype, device=x_BTC.device)
     if not x_BTC.numel():
         return dx_BTC, torch.zeros_like(weight_C1K)
-    x_BTC, dy_BTC = _narrow_last(x_BTC), _narrow_last(dy_BTC)
+    x_BTC, dy_BTC = side_by_side(x_BTC), side_by_side(dy_BTC)
     programs, (C, _, K) = max(1, PROGRAMS // _tiles(x_BTC)[1]), weight_C1K.shape
     part_PCK = torch.empty(programs, C, K, dtype=torch.float32, device=x_BTC.device)
     _launch(
@@ -129,11 +130,6 @@ def _tiles(x_BTC: Tensor) -> tuple[int, int]:
     """Return the number of tiles of all tokens, and of their channels."""
     B, T, C = x_BTC.shape
     return -(-B * T // TOKENS), -(-C // CHANNELS)
-
-
-def _narrow_last(x_BTC: Tensor) -> Tensor:
-    """Return channels side by side; rows and tokens may lie apart."""
-    return x_BTC if x_BTC.stride(-1) == 1 else x_BTC.contiguous()
 
 
 def _fixed(

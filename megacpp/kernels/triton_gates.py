@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.experts.triton import units_backward, weighed_units
+from megacpp.kernels.strides import side_by_side
 from megacpp.kernels.triton_gate_kernels import (
     _decay_backward_kernel,
     _decay_kernel,
@@ -61,7 +62,7 @@ def decay(x_BTN: Tensor, A_log_N: Tensor, bias_N: Tensor, factor: bool) -> Tenso
         factor: the exp.
     """
     out = torch.empty(x_BTN.shape, dtype=torch.float32, device=x_BTN.device)
-    x_BTN = _side_by_side(x_BTN)
+    x_BTN = side_by_side(x_BTN)
     given = x_BTN, A_log_N.contiguous(), bias_N.contiguous(), out, *_places(x_BTN)
     _launch(_decay_kernel, _blocks(x_BTN), *given, FACTOR=factor, **_tile(x_BTN))
     return out
@@ -80,7 +81,7 @@ def decay_backward(
         factor: the result is the exp.
     """
     dx_BTN = torch.empty(x_BTN.shape, dtype=x_BTN.dtype, device=x_BTN.device)
-    x_BTN, programs = _side_by_side(x_BTN), PROGRAMS
+    x_BTN, programs = side_by_side(x_BTN), PROGRAMS
     part_P2N = dx_BTN.new_empty(programs, 2, x_BTN.shape[-1], dtype=torch.float32)
     given = dout_BTN.contiguous(), x_BTN, A_log_N.contiguous(), bias_N.contiguous(), dx_BTN
     places = part_P2N, *_places(x_BTN), programs
@@ -211,11 +212,6 @@ def _launch(kernel: Any, programs: int, x: Tensor, *given: Any, **constants: Any
         return
     with torch.cuda.device_of(x):  # Triton launches on the current device
         kernel[(programs, -(-constants["N"] // constants["BLOCK"]))](x, *given, **constants)
-
-
-def _side_by_side(x_BTN: Tensor) -> Tensor:
-    """Return heads side by side; rows and tokens may lie apart."""
-    return x_BTN if x_BTN.stride(-1) == 1 else x_BTN.contiguous()
 
 
 def _alike(a_BTN: Tensor, b_BTN: Tensor) -> tuple[Tensor, Tensor]:

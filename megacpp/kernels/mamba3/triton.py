@@ -29,8 +29,9 @@ from megacpp.kernels.mamba3.inputs import (
     ScanInputs,
     check_contract,
 )
-from megacpp.kernels.mamba3.triton_launch import Scan, ScanPlan, side_by_side
+from megacpp.kernels.mamba3.triton_launch import Scan, ScanPlan
 from megacpp.kernels.recurrent_gates import gated_ranks
+from megacpp.kernels.strides import side_by_side
 from megacpp.model.documents import Documents
 
 LEAST = 16  # tokens of a chunk

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megacpp.kernels.strides import side_by_side
+
 ELEMENTS = 512  # of a state that a program carries from chunk to chunk
 HEADS = 8  # whose gradients of rates are one program's
 
@@ -325,11 +327,6 @@ class Scan:
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.V.device)
-
-
-def side_by_side(x: Tensor) -> Tensor:
-    """Return x with numbers of a token and head side by side; all else may lie apart."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(x_BT1GN: Tensor) -> tuple[int, int, int]:
