@@ -7,13 +7,12 @@ fake, simulated and real groups, fake tensors and the compiler all see them.
     gather        A[I_X, J] -> A[I, J]                backward: reduce-scatter
     scatter_sum   A[I, J]{partial X} -> A[I_X, J]     backward: all-gather
     all_sum       A[I]{partial X} -> A[I]             backward: all-reduce
-    exchange      A[I_X, J] -> A[I, J_X]              backward: exchange back
-    send_rows     rows to the ranks that want them    backward: rows back
+
+Rows and parts of a dim that change their ranks are in all_to_all.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,39 +47,6 @@ def all_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x if group.size() == 1 else _AllSum.apply(x, group)  # type: ignore[return-value]
 
 
-def exchange(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    """Split dim `split` into one part per rank and join the received parts along dim `join`.
-
-    `exchange(x_BtNH, split=2, join=1)` turns a sequence shard of all heads into all tokens (of
-    the ranks in order) of some heads; with the two dims swapped it is its own inverse.
-
-    Args:
-        x: any shape; the group's size divides dim `split`.
-        split: dim that is split.
-        join: dim that is joined.
-        group: the ranks.
-    """
-    if group.size() == 1:
-        return x
-    return _Exchange.apply(x, split, join, group)  # type: ignore[return-value]
-
-
-def send_rows(
-    x_SD: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    """Send `leaving[r]` consecutive rows to rank r; return `arriving[r]` rows of each r, joined.
-
-    Args:
-        x_SD: rows in the order of the ranks that they go to.
-        leaving: rows for each rank.
-        arriving: rows from each rank; as many as that rank has for this one in `leaving`.
-        group: the ranks.
-    """
-    if group.size() == 1:
-        return x_SD
-    return _SendRows.apply(x_SD, list(leaving), list(arriving), group)  # type: ignore[return-value]
-
-
 def gather_plain(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return `gather` without a gradient, of any dtype."""
     n = group.size()
@@ -108,44 +74,6 @@ def all_sum_plain(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1:
         return x
     return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "sum", group.group_name))
-
-
-def exchange_plain(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    """Return `exchange` without a gradient.
-
-    Args:
-        x: any shape; the group's size divides dim `split`.
-        split: dim that is split.
-        join: dim that is joined.
-        group: the ranks.
-    """
-    n = group.size()
-    if n == 1:
-        return x
-    assert x.shape[split] % n == 0, f"dim {split} of {tuple(x.shape)} is cut into {n}"
-    parts = x.unflatten(split, (n, -1)).movedim(split, 0).contiguous()  # [n, ..., part, ...]
-    flat = parts.flatten()
-    arrived = send_rows_plain(flat, [flat.numel() // n] * n, [flat.numel() // n] * n, group)
-    return arrived.view(parts.shape).movedim(0, join).flatten(join, join + 1)
-
-
-def send_rows_plain(
-    x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    """Return `send_rows` without a gradient, of any dtype.
-
-    Args:
-        x: rows, dim 0, in the order of the ranks that they go to.
-        leaving: rows for each rank.
-        arriving: rows from each rank.
-        group: the ranks.
-    """
-    if group.size() == 1:
-        return x
-    name = group.group_name
-    return _OPS.wait_tensor(
-        _OPS.all_to_all_single(x.contiguous(), list(arriving), list(leaving), name)
-    )
 
 
 class _Gather(torch.autograd.Function):
@@ -179,28 +107,3 @@ class _AllSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_sum_plain(grads[0], ctx.group), None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.split, ctx.join, ctx.group = split, join, group
-        return exchange_plain(x, split, join, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange_plain(grads[0], ctx.join, ctx.split, ctx.group), None, None, None
-
-
-class _SendRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, leaving: list[int], arriving: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.leaving, ctx.arriving, ctx.group = leaving, arriving, group
-        return send_rows_plain(x, leaving, arriving, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        back = send_rows_plain(grads[0], ctx.arriving, ctx.leaving, ctx.group)
-        return back, None, None, None

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacpp.blocks.experts.module import Experts
 from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
 from parallel.mesh import World
+from parallel.watched_units import watched_units
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
-
     from parallel.stages import Stage
-
-REST = "norms, routers and scalars"  # what the root unit owns
 
 
 class NonFiniteGuard:
@@ -48,12 +45,12 @@ class NonFiniteGuard:
             stages: of this rank, where a pipeline has some; these are then the roots of FSDP2.
             looks: False watches nothing: no pass over gradients, and no count.
         """
-        units, unseen = _units(model, world, stages) if looks else ([], lambda name: False)
+        units, unseen = watched_units(model, world, stages) if looks else ([], lambda name: False)
         self.loose = [(name, p) for name, p in model.named_parameters() if unseen(name)]
         self.names = [name for name, _ in (*units, *self.loose)]
         self.counts = torch.zeros(len(self.names), dtype=torch.int64, device=world.device)
         for number, (_, unit) in enumerate(units):
-            unit.set_custom_reduce_scatter(_guarded(self, number))
+            unit.set_custom_reduce_scatter(_cleaning_first(partial(self.clean, number)))
 
     @property
     def total(self) -> Tensor:
@@ -98,41 +95,13 @@ class NonFiniteGuard:
         return {n: c for n, c in zip(self.names, self.counts.tolist(), strict=True) if c}
 
 
-def _units(
-    model: HybridLM, world: World, stages: Sequence[Stage]
-) -> tuple[list[tuple[str, FSDPModule]], Callable[[str], bool]]:
-    """Units that FSDP2 reduce-scatters, with names, and whether a parameter is in none of them.
-
-    FSDP2 never calls the reduction of a mesh with one shard (no thread known).
-    """
-    if not world.parallel:  # and never imports FSDP2
-        return [], lambda name: True
-    from parallel.fsdp import fsdp_units
-
-    scatters = {mesh: world.meshes[mesh].shape[-1] > 1 for mesh in ("shard", "expert_shard")}
-    names = {id(module): name for name, module in model.named_modules() if name}
-    units: list[tuple[str, FSDPModule]] = []
-    apart: list[str] = []  # routed experts that are units of their own
-    for root in stages or [model]:
-        for unit in fsdp_units(root):
-            name = names.get(id(unit), REST)  # a root may be a stage, no module of the model
-            if unit is root and len(stages) > 1:
-                name = f"{REST} of stage {root.part.index}"
-            if isinstance(unit, Experts):
-                apart.append(f"{name}.")
-            if scatters["expert_shard" if isinstance(unit, Experts) else "shard"]:
-                units.append((name, unit))
-
-    def unseen(name: str) -> bool:
-        return not scatters["expert_shard" if name.startswith(tuple(apart)) else "shard"]
-
-    return units, unseen
-
-
-def _guarded(guard: NonFiniteGuard, number: int) -> Any:
+def _cleaning_first(clean: Callable[[Tensor], None]) -> Any:
     """Return a reduce-scatter for `set_custom_reduce_scatter` that cleans its flat input first.
 
     The input is in the dtype of the reduction and belongs to FSDP2, which drops it afterwards.
+
+    Args:
+        clean: changes a tensor of any shape in place.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
@@ -145,7 +114,7 @@ def _guarded(guard: NonFiniteGuard, number: int) -> Any:
             op: Any,
             async_op: bool = False,
         ) -> Any:
-            guard.clean(number, input_tensor)
+            clean(input_tensor)
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
     return Guarded()

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from parallel.collectives import exchange, gather, scatter_sum
+from parallel.all_to_all import exchange
+from parallel.collectives import gather, scatter_sum
 
 Kind = Literal["gather", "scatter_sum", "exchange"]
 

@@ -10,6 +10,7 @@ from typing import Any
 from megacpp.cli.speed import work_of
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
+from megacpp.memory.budget import as_planned
 from megacpp.memory.estimate import NO_TENSOR, MemoryEstimate, estimate
 from megacpp.memory.traffic import traffic
 from megacpp.speed.hardware import Rates, gpu
@@ -54,7 +55,7 @@ def mesh_explorer() -> list[dict[str, Any]]:
             for rank in range(WORLD):
                 stage = rank // (WORLD // config.mesh.pp)  # ranks of a stage hold the same bytes
                 if stage not in held:
-                    held[stage] = estimate(config, WORLD, rank, detail=False)
+                    held[stage] = estimate(as_planned(config), WORLD, rank, detail=False)
                 with fake_world(config, WORLD, rank) as world:
                     at = {axis: [world.coordinate(axis), world.degree(axis)] for axis in AXES}
                 sent = traffic(config, WORLD, rank).parts
@@ -89,7 +90,7 @@ def step_timeline() -> list[dict[str, Any]]:
     for preset, meshes in STEPS.items():
         for mesh in meshes:
             config = config_of(preset, mesh)
-            moments = estimate(config, WORLD, detail=False).moments
+            moments = estimate(as_planned(config), WORLD, detail=False).moments
             spans = timeline(work_of(config, WORLD, gpu("H100")), gpu("H100"), Rates())
             # Moments of a pass are named in the order of its spans.
             names = [name for name in moments if name.split()[0] in ("forward", "backward")]

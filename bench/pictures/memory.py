@@ -8,12 +8,13 @@ from bench.pictures.charts import Axes, Point, ticks
 from bench.pictures.svg import Drawing
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
-from megacpp.config.presets import nam56r_base
+from megacpp.memory.budget import as_planned
 from megacpp.memory.components import COMPONENTS
-from megacpp.memory.estimate import estimate_memory
+from megacpp.memory.estimate import estimate
 
 MIB, GIB = 1 << 20, 1 << 30
 STEP = "tiny --train.device cpu --mesh.tp 2 --train.device-batch-size 8 --train.grad-accum 1"
+ROWS = "nam56r_base --mesh.tp 2 --mesh.ep 4 --train.device-batch-size 1"  # in four replicas
 LENGTHS = (4096, 8192, 16384, 32768)
 # Components with a fill of their own, from below; all others are one layer on top.
 FILLS = {
@@ -92,13 +93,11 @@ def thinned(points: list[Point]) -> list[Point]:
 
 def buckets_over_context() -> Drawing:
     """Draw the estimate of a rank of eight by bucket, for rows of 4K to 32K tokens."""
-    model = nam56r_base().model
-    found = {
-        length: estimate_memory(
-            model, 8, tp_degree=2, ep_degree=4, dp_degree=1, batch_size=1, seq_len=length
-        )
-        for length in LENGTHS
-    }
+    found = {}
+    for length in LENGTHS:
+        one_microbatch = ["--train.tokens-per-step", str(4 * length), "--data.seq-len", str(length)]
+        config = parse_run([*ROWS.split(), *one_microbatch], 8).config
+        found[length] = estimate(as_planned(config), 8)
     stacks = {length: dict.fromkeys(FILLS, 0) for length in LENGTHS}
     for length, one in found.items():
         for name, size in one.components.items():

@@ -21,9 +21,9 @@ from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
-from parallel.guard import REST
 from parallel.mesh import World
 from parallel.start import join
+from parallel.watched_units import REST
 
 UNCHECKED, STEPS, BAD = "no check", 6, 2
 FATES = {"taken": 3, "left out": 2, "taken with zeros": 6, "the run ends": 8, "weights NaN": 1}

@@ -104,7 +104,8 @@ def activations(args: ActivationsArgs, words: list[str]) -> int:
     it, the residual stream between two blocks to the first of them. The last layer, which is never
     recomputed, is listed separately. The model of train.py runs without values, so this takes
     seconds for any model and mesh. Precision `auto` is bf16 here, as on a GPU, unless
-    --train.device is cpu.
+    --train.device is cpu. Blocks run by torch's operators: Triton kernels save less, which
+    `megacpp memory trace` and `megacpp plan` count.
     """
     size, rank = args.place
     config = _configured(args.policy, words, size)

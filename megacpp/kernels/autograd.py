@@ -18,6 +18,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
 
 
+def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return `x` of any shape in `dtype`; None: as it is."""
+    return x if dtype is None else x.to(dtype)
+
+
 def wide(x: Tensor) -> Tensor:
     """Return `x` in fp32, or unchanged when it is fp64 already; any shape."""
     return x if x.dtype == torch.float64 else x.float()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.autograd import autocast_dtype, needs_input_grad_now
+from megacpp.kernels.autograd import autocast_dtype, cast, needs_input_grad_now
 
 
 def gated(gate: Tensor, up: Tensor | None = None, backend: str = "torch") -> Tensor:
@@ -112,7 +112,7 @@ class _GatedLinear(torch.autograd.Function):
         ctx.save_for_backward(gate, w_DF, up)
         ctx.dtype, ctx.backend = dtype, backend
         product = in_triton().hidden if backend == "triton" else gated_product
-        return F.linear(_cast(product(gate, up), dtype), _cast(w_DF, dtype))
+        return F.linear(cast(product(gate, up), dtype), cast(w_DF, dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -122,11 +122,11 @@ class _GatedLinear(torch.autograd.Function):
         dgate = dw_DF = dup = None
 
         def of_weight(h: Tensor) -> Tensor:
-            h_SF = _cast(h, ctx.dtype).reshape(-1, h.shape[-1])
+            h_SF = cast(h, ctx.dtype).reshape(-1, h.shape[-1])
             return (dy.reshape(-1, dy.shape[-1]).mT @ h_SF).to(w_DF.dtype)
 
         def of_product() -> Tensor:
-            return (dy @ _cast(w_DF, ctx.dtype)).to(gate.dtype)
+            return (dy @ cast(w_DF, ctx.dtype)).to(gate.dtype)
 
         if ctx.backend == "triton" and (need_gate or need_up):
             h, dgate, dup = in_triton().hidden_backward(of_product(), gate, up, need_w)
@@ -144,7 +144,3 @@ def in_triton() -> Any:
     from megacpp.kernels import triton_gates
 
     return triton_gates
-
-
-def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return x if dtype is None else x.to(dtype)

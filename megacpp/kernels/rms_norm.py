@@ -30,7 +30,24 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, backend: str = "torch") ->
     dtype = autocast_dtype(x) or x.dtype
     if torch.compiler.is_compiling() or backend == "reference":
         return rms_norm_reference(x, weight_D, eps, dtype)
-    return _RMSNorm.apply(x, weight_D, eps, dtype, backend)  # type: ignore[return-value]
+    return _RMSNorm.apply(x, weight_D, eps, dtype, backend, False)  # type: ignore[return-value]
+
+
+def rms_norm_beside(
+    x: Tensor, weight_D: Tensor, eps: float, backend: str = "torch"
+) -> tuple[Tensor, Tensor]:
+    """Return `rms_norm` and x itself, whose two gradients are added inside the norm's backward.
+
+    Args:
+        x: `[..., D]`, which goes on beside its norm.
+        weight_D: factors.
+        eps: added to the mean square.
+        backend: of `rms_norm`.
+    """
+    if torch.compiler.is_compiling() or backend == "reference":
+        return rms_norm(x, weight_D, eps, backend), x
+    dtype = autocast_dtype(x) or x.dtype
+    return _RMSNorm.apply(x, weight_D, eps, dtype, backend, True)  # type: ignore[return-value]
 
 
 def rms_norm_reference(
@@ -48,36 +65,42 @@ def rms_norm_reference(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm with n = x / rms: dw = sum dy n and dx = (dy w - n mean(dy w n)) / rms."""
+    """RMSNorm with n = x / rms: dw = sum dy n and dx = (dy w - n mean(dy w n)) / rms.
+
+    With `beside` x is a second result, whose gradient is added to dx.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor, *how: Any) -> Tensor:
-        eps, dtype, ctx.backend = how
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, *how: Any) -> Any:
+        eps, dtype, ctx.backend, beside = how
         if ctx.backend == "triton":
             from megacpp.kernels import triton_rms_norm
 
             y, rstd = triton_rms_norm.forward(x, weight_D, eps, dtype)
-            ctx.save_for_backward(x, weight_D, rstd)
-            return y
-        y, rstd = torch.ops.aten._fused_rms_norm(wide(x), weight_D.shape, weight_D, eps)
+        else:
+            y, rstd = torch.ops.aten._fused_rms_norm(wide(x), weight_D.shape, weight_D, eps)
+            y = y.to(dtype)
         ctx.save_for_backward(x, weight_D, rstd)
-        return y.to(dtype)
+        return (y, x) if beside else y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, beside: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, weight_D, rstd = ctx.saved_tensors
         need_x, need_weight = needs_input_grad_now(ctx)[:2]
         if ctx.backend == "triton":
             from megacpp.kernels import triton_rms_norm
 
-            found = triton_rms_norm.backward(dy, x, weight_D, rstd, (need_x, need_weight))
-            return *found, None, None, None
+            needed = need_x, need_weight
+            found = triton_rms_norm.backward(dy, x, weight_D, rstd, needed, beside)
+            return *found, None, None, None, None
         # A row whose squares overflow comes out as zeros: its gradient must not pass for one.
         rstd = rstd.masked_fill(rstd == 0, float("nan"))
         gradients = _fused_gradients if x.is_cuda else _gradients
         dx, dw_D = gradients(wide(dy), wide(x), weight_D, rstd, (need_x, need_weight))
-        return dx if dx is None else dx.to(x.dtype), dw_D, None, None, None
+        dx = dx if dx is None else dx.to(x.dtype)
+        dx = dx if dx is None or beside is None else dx.add_(beside)
+        return dx, dw_D, None, None, None, None
 
 
 def _fused_gradients(

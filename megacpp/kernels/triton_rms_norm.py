@@ -42,7 +42,12 @@ def forward(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tupl
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight_D: Tensor, rstd: Tensor, needed: tuple[bool, bool]
+    dy: Tensor,
+    x: Tensor,
+    weight_D: Tensor,
+    rstd: Tensor,
+    needed: tuple[bool, bool],
+    beside: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of x `[..., D]` and of the weight, as far as they are needed.
 
@@ -52,11 +57,13 @@ def backward(
         weight_D: factors.
         rstd: 1 / rms of each row, `[..., 1]`; a row with 0 overflowed: NaN.
         needed: of which of the two.
+        beside: added to the gradient of x, of its shape; None: nothing.
     """
     dx, rows = (
         torch.empty(x.shape if needed[0] else 0, dtype=x.dtype, device=x.device),
         rstd.numel(),
     )
+    added = beside is not None and needed[0]
     if not rows:
         return (dx if needed[0] else None), (torch.zeros_like(weight_D) if needed[1] else None)
     (x, *places), (dy, *dy_places) = _places(x), _places(dy)
@@ -64,8 +71,10 @@ def backward(
     part_PD = torch.empty(
         programs if needed[1] else 0, x.shape[-1], dtype=torch.float32, device=x.device
     )
-    given = dy, x, weight_D.contiguous(), rstd, dx, part_PD, rows, *dy_places, *places, programs
-    _launch(_backward_kernel, programs, *given, DX=needed[0], DW=needed[1], **_shape(x))
+    tensors = dy, x, weight_D.contiguous(), rstd, dx, part_PD, beside.contiguous() if added else dx
+    constants = {"DX": needed[0], "DW": needed[1], "ADDED": added} | _shape(x)
+    sizes = rows, *dy_places, *places, programs
+    _launch(_backward_kernel, programs, *tensors, *sizes, **constants)
     return (dx if needed[0] else None), (part_PD.sum(0) if needed[1] else None)
 
 
@@ -135,6 +144,7 @@ def _backward_kernel(
     rstd,
     dx,
     part,
+    beside,
     rows,
     dy_inner,
     dy_outer,
@@ -145,6 +155,7 @@ def _backward_kernel(
     programs,
     DX: tl.constexpr,
     DW: tl.constexpr,
+    ADDED: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -171,6 +182,8 @@ def _backward_kernel(
             mean = tl.sum(d * n, 1) / D
             out = (d - n * mean[:, None]) * r[:, None]
             place = row[:, None] * D + column[None, :]
+            if ADDED:
+                out += tl.load(beside + place, mask=inside, other=0.0).to(tl.float32)
             tl.store(dx + place, out.to(dx.dtype.element_ty), mask=inside)
     if DW:
         tl.store(part + program * D + column, tl.sum(total, 0), mask=column < D)

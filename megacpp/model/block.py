@@ -101,8 +101,11 @@ class Block(nn.Module):
     def _forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
         if self.engram is not None:
             x_BTD = self.recompute("engram", torch.add, x_BTD, self.engram(x_BTD, docs))
-        if self.connection is None:
+        if self.connection is None and self.post_norm:
             return x_BTD + self._mixed(x_BTD, docs)
+        if self.connection is None:
+            normed_BTD, x_BTD = self.recompute("norm", self.norm, x_BTD, True)
+            return x_BTD + self.mixer(normed_BTD, docs)
         u_BTD, *coefficients = self.recompute("read_streams", self.connection.read, x_BTD)
         y_BTD = self.recompute("block", self._mixed, u_BTD, docs)
         return self.recompute("mix_streams", self.connection.mix, x_BTD, y_BTD, *coefficients)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.rms_norm import rms_norm
+from megacpp.kernels.rms_norm import rms_norm, rms_norm_beside
 from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Rule
 
@@ -24,9 +26,10 @@ class RMSNorm(Fp32Contract):
         self.dim, self.eps = dim, eps
         self.weight = nn.Parameter(torch.empty(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the RMS norm of `x` `[..., dim]`, in its dtype."""
-        return rms_norm(x, self.weight, self.eps, self.kernels.rms_norm)
+    def forward(self, x: Tensor, beside: bool = False) -> Any:
+        """Return the RMS norm of `x` `[..., dim]`, in its dtype; with `beside` and x, a pair."""
+        norm = rms_norm_beside if beside else rms_norm
+        return norm(x, self.weight, self.eps, self.kernels.rms_norm)
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of the weight: ones."""
@@ -56,6 +59,7 @@ class NormOverHeads(RMSNorm):
         super().__init__(dim, eps)
         self.normalise: nn.Module = Normalise()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the RMS norm of `x` `[..., dim]` over all heads."""
-        return self.normalise(x, self.weight, self.eps)
+    def forward(self, x: Tensor, beside: bool = False) -> Any:
+        """Return the RMS norm of `x` `[..., dim]` over all heads; with `beside` and x, a pair."""
+        y = self.normalise(x, self.weight, self.eps)
+        return (y, x) if beside else y

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacpp.model.transfer import listed, to_device
-from parallel.collectives import exchange, gather
+from parallel.all_to_all import exchange
+from parallel.collectives import gather
 from parallel.context.layout import ContextLayout
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import send_rows
+from parallel.all_to_all import send_rows
 
 Made = TypeVar("Made")
 Work = Callable[[], Made]

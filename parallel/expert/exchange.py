@@ -47,7 +47,8 @@ from megacpp.kernels.experts.rows import (
     sum_rows,
 )
 from megacpp.model.transfer import listed
-from parallel.collectives import gather_plain, send_rows, send_rows_plain
+from parallel.all_to_all import send_rows, send_rows_plain
+from parallel.collectives import gather_plain
 from parallel.expert.beside import Made, Work, send_rows_beside
 from parallel.expert.even_routing import EvenRouting
 

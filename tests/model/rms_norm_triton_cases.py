@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megacpp.kernels import triton_rms_norm
-from megacpp.kernels.rms_norm import rms_norm, rms_norm_reference
+from megacpp.kernels.rms_norm import rms_norm, rms_norm_beside, rms_norm_reference
 from tests.model.triton_interpreter import mend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -80,6 +80,23 @@ def test_one_gradient_alone() -> None:
         given = x.clone().requires_grad_(i == 0), weight_D.clone().requires_grad_(i == 1)
         (one,) = torch.autograd.grad(rms_norm(*given, EPS, "triton"), given[i], dy)
         assert torch.equal(one, both[i])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_stream_beside_its_norm(dtype: torch.dtype) -> None:
+    """The stream's gradient is added before the sum is rounded; one whose rows lie apart, too."""
+    x, weight_D = noise(3, 70, 24).to(dtype).to(DEVICE).requires_grad_(), noise(24, seed=1).float()
+    dy = noise(3, 70, 24, seed=2).to(dtype).to(DEVICE)
+    beside = noise(70, 3, 24, seed=3).to(dtype).to(DEVICE).transpose(0, 1)
+    y, stream = rms_norm_beside(x, weight_D.to(DEVICE), EPS, "triton")
+    (got,) = torch.autograd.grad((y, stream), x, (dy, beside))
+    wide = x.detach().double().cpu().requires_grad_()
+    want_y = rms_norm_reference(wide, weight_D.double(), EPS)
+    (want,) = torch.autograd.grad(want_y, wide, dy.double().cpu())
+    want = want + beside.double().cpu()
+    assert got.dtype == dtype
+    limit = torch.finfo(dtype).eps + 1e-6
+    assert (got.double().cpu() - want).norm() <= limit * want.norm()
 
 
 def test_a_row_that_overflows_has_no_gradient() -> None:

@@ -23,10 +23,10 @@ def test_compiles_without_a_gpu(width: int, capability: int) -> None:
     pytest.importorskip("triton")
     from megacpp.kernels import triton_rms_norm as kernels
 
-    fixed = kernels._shape(torch.empty(1, width)) | {"DX": True, "DW": True}
+    fixed = kernels._shape(torch.empty(1, width)) | {"DX": True, "DW": True, "ADDED": True}
     options = {"num_warps": fixed.pop("num_warps")}
     wide = {name: "*fp32" for name in ("weight", "rstd", "part")} | {"eps": "fp32"}
-    kinds = wide | {name: "*bf16" for name in ("x", "y", "dy", "dx")}
+    kinds = wide | {name: "*bf16" for name in ("x", "y", "dy", "dx", "beside")}
     for kernel in (kernels._forward_kernel, kernels._backward_kernel):
         made = compiled(kernel, kinds, fixed, capability, options, other="i32")
         assert made.asm["cubin"] and made.metadata.shared < 32768

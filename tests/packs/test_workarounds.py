@@ -290,7 +290,7 @@ WORKAROUNDS = [
     Workaround("parallel/fsdp.py", "pytorch#156784", one_dtype_per_unit),
     Workaround("megacpp/blocks/mtp/module.py", "pytorch#181850", a_view_is_warned_of),
     Workaround("megacpp/kernels/experts/grouped_mm.py", "pytorch#181850", a_view_is_warned_of),
-    Workaround("parallel/guard.py", NONE, one_shard_reduces_nothing),
+    Workaround("parallel/watched_units.py", NONE, one_shard_reduces_nothing),
     Workaround("optim/clip.py", NONE, strided_shards_are_no_shards),
     Workaround("parallel/pipeline.py", "pytorch#136766", zero_bubble_recomputes_twice),
     Workaround("megacpp/kernels/autograd.py", "pytorch#56500", needs_input_grad_is_of_the_forward),

@@ -27,10 +27,11 @@ from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model, stages_of
-from parallel.guard import REST, NonFiniteGuard, _units
+from parallel.guard import NonFiniteGuard
 from parallel.mesh import World
 from parallel.simulate.fake import fake_world, planned_model
 from parallel.step_sums import StepSums
+from parallel.watched_units import REST, watched_units
 from tests.figures import Record
 from tests.parallel.parity import Run, batches_of, config_of, world_of
 from tests.ranks import on_worlds
@@ -401,7 +402,7 @@ def test_the_rest_of_each_stage_has_a_name() -> None:
     config = parse_run(words, 4).config
     with fake_world(config, 4) as world:
         model = planned_model(config, world)
-        units, _ = _units(model, world, stages_of(model))
+        units, _ = watched_units(model, world, stages_of(model))
     names = [name for name, _ in units]
     assert len(set(names)) == len(names)
     roots = [name for name in names if name.startswith(REST)]

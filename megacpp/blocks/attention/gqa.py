@@ -18,6 +18,7 @@ from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate,
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.attention.causal import attend, attention_between, causal_attention
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
+from megacpp.kernels.linears import linears
 from megacpp.kernels.sparse_attention.reference import chosen_mask
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Rule
@@ -231,8 +232,8 @@ class GroupedQueryAttention(nn.Module):
     def _qkv(self, x_BTD: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values, split into heads."""
         q_BTNH, k_BTKH, v_BTKH = (
-            project(x_BTD).unflatten(-1, (-1, self.head_dim))
-            for project in (self.wq, self.wk, self.wv)
+            projected.unflatten(-1, (-1, self.head_dim))
+            for projected in linears(x_BTD, self.wq, self.wk, self.wv)
         )
         if self.config.attention.qk_norm:
             return *self.recompute("norm", self._normed, q_BTNH, k_BTKH, table_BTP2), v_BTKH

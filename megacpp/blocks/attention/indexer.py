@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.attention.rope import rotary_table, rotary_table_at
-from megacpp.blocks.experts.router import WideLinear
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.autograd import wide
+from megacpp.kernels.linears import wide_linear
 from megacpp.kernels.sparse_attention.indexer import choose_keys
 from megacpp.kernels.sparse_attention.indexer_loss import Target, indexer_loss
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
@@ -137,10 +137,7 @@ class IndexHeadWeights(Fp32Contract):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return the weights `[B, T, I]`, in at least fp32."""
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            w_TI = WideLinear.apply(x_BTD.flatten(0, 1), self.weight)
-        assert isinstance(w_TI, Tensor)
-        return w_TI.unflatten(0, x_BTD.shape[:2])
+        return wide_linear(x_BTD.flatten(0, 1), self.weight).unflatten(0, x_BTD.shape[:2])
 
 
 def index_rope_dim(config: AttentionConfig) -> int:

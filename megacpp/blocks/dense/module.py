@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.gated_linear import gated, gated_linear
+from megacpp.kernels.linears import is_plain, linears
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
@@ -60,15 +61,5 @@ class MLP(Tokenwise):
 
     def _hidden(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
         """Return gate and up, or the argument of the squared ReLU."""
-        gate_BTF = self.w1(x_BTD)
-        return (gate_BTF, self.w3(x_BTD)) if self.activation == "swiglu" else (gate_BTF,)
-
-
-def is_plain(linear: nn.Linear) -> bool:
-    """Return whether calling a linear layer is `F.linear` of its weight.
-
-    It is not if its forward was replaced or a hook is registered.
-    """
-    own = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks)
-    return own and not any(hooks) and not (linear._backward_hooks or linear._backward_pre_hooks)
+        layers = (self.w1, self.w3) if self.activation == "swiglu" else (self.w1,)
+        return linears(x_BTD, *layers)

@@ -11,15 +11,14 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megacpp.blocks.experts.choices import columns, first_null_score, null_copies, slots
 from megacpp.blocks.experts.loads import BatchLoad, DocumentLoad
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.autograd import needs_input_grad_now
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
+from megacpp.kernels.linears import wide_linear
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Constant, Rule
@@ -136,8 +135,7 @@ class Router(AuxiliarySource):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Return logits `[T, E]` in the dtype of the weight."""
-        with torch.autocast(x_TD.device.type, enabled=False):
-            return WideLinear.apply(x_TD, self.weight)  # type: ignore[return-value]
+        return wide_linear(x_TD, self.weight, self.kernels.experts)
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Return the sigmoid or softmax of the logits."""
@@ -275,30 +273,6 @@ class Router(AuxiliarySource):
             closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, open_groups, False)
             selection_TE = by_group_TGE.masked_fill(closed_TG[..., None], -torch.inf).flatten(1)
         return selection_TE
-
-
-class WideLinear(torch.autograd.Function):
-    """Product x W^T in the dtype of the weight, saving `x` in its own.
-
-    Bit for bit `F.linear(x.to(weight.dtype), weight)`, of which autograd would keep the wide copy.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        """Return x W^T `[T, E]` in the dtype of the weight."""
-        ctx.save_for_backward(x_TD, weight_ED)
-        return F.linear(x_TD.to(weight_ED.dtype), weight_ED)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of x and of the weight."""
-        (grad_TE,), (x_TD, weight_ED) = grads, ctx.saved_tensors
-        wants_x, wants_weight = needs_input_grad_now(ctx)
-        with torch.autocast(x_TD.device.type, enabled=False):
-            grad_x = grad_TE.mm(weight_ED).to(x_TD.dtype) if wants_x else None
-            grad_weight = grad_TE.T.mm(x_TD.to(weight_ED.dtype)) if wants_weight else None
-        return grad_x, grad_weight
 
 
 class Pick(torch.autograd.Function):

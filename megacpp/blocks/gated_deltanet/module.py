@@ -25,6 +25,7 @@ from megacpp.kernels.autograd import wide
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.gated_delta_rule.reference import gated_delta_step
+from megacpp.kernels.linears import linears
 from megacpp.kernels.recurrent_gates import decay, gated_ranks
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract
@@ -138,9 +139,10 @@ class GatedDeltaNet(Fp32Contract):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
         """Return q, k, v, z, b and a of `[..., D]`; the thin b and a in one product."""
         thin = self.in_b.weight, self.in_a.weight
-        b, a = self.linear(x, torch.cat(thin)).split([len(w) for w in thin], -1)
-        z = None if self.in_z is None else self.in_z(x)
-        return self.in_q(x), self.in_k(x), self.in_v(x), z, b, a
+        layers = [self.in_q, self.in_k, self.in_v] + ([] if self.in_z is None else [self.in_z])
+        *qkvz, ba = linears(x, *layers, thin=torch.cat(thin), linear=self.linear)
+        q, k, v, z = (*qkvz, None)[:4]
+        return q, k, v, z, *ba.split([len(w) for w in thin], -1)
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor) -> DeltaInputs:
         """Tensors of the scan by head, from convolved channels `[..., H K]`, `[..., N V]`."""

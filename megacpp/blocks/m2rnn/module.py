@@ -22,6 +22,7 @@ from megacpp.blocks.m2rnn.scan import M2RNNInputs, M2RNNScan, M2RNNWeights
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
+from megacpp.kernels.linears import linears
 from megacpp.kernels.m2rnn.chunks import StateClip
 from megacpp.kernels.m2rnn.reference import m2rnn_step
 from megacpp.kernels.recurrent_gates import decay, gated_residual
@@ -167,8 +168,10 @@ class M2RNN(Fp32Contract):
         """
         thin = self.in_q.weight, self.in_k.weight, self.in_forget.weight
         q, k, f = (len(w) for w in thin)
-        qk_BTY, f_BTN = self.linear(x, torch.cat(thin)).split([q + k, f], -1)
-        return qk_BTY, self.in_v(x), f_BTN, self.in_gate(x), q
+        given = {"thin": torch.cat(thin), "linear": self.linear}
+        v_BTX, gate_BTX, thin_BT = linears(x, self.in_v, self.in_gate, **given)
+        qk_BTY, f_BTN = thin_BT.split([q + k, f], -1)
+        return qk_BTY, v_BTX, f_BTN, gate_BTX, q
 
     def _heads(self, qk: Tensor, v: Tensor, q_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return q `[..., q heads, K]`, k `[..., k heads, K]` and v `[..., N, V]`."""

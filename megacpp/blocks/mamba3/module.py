@@ -23,6 +23,7 @@ from megacpp.blocks.mamba3.scan import Mamba3Scan
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
+from megacpp.kernels.linears import linears
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.mamba3.reference import mamba3_step
 from megacpp.kernels.recurrent_gates import steps
@@ -186,8 +187,10 @@ class Mamba3(Fp32Contract):
         bc = self.in_B.weight, self.in_C.weight
         rest = self.in_dt.weight, self.in_A.weight, self.in_trap.weight, self.in_angles.weight
         widths = [sum(len(w) for w in bc), *(len(w) for w in rest)]
-        bc_BTS, *rest_BT = self.linear(x_BTD, torch.cat([*bc, *rest])).split(widths, -1)
-        return self.in_z(x_BTD), self.in_x(x_BTD), bc_BTS, tuple(rest_BT)
+        given = {"thin": torch.cat([*bc, *rest]), "linear": self.linear}
+        z_BTW, v_BTW, thin_BTX = linears(x_BTD, self.in_z, self.in_x, **given)
+        bc_BTS, *rest_BT = thin_BTX.split(widths, -1)
+        return z_BTW, v_BTW, bc_BTS, tuple(rest_BT)
 
     def _inputs(
         self, z_BTW: Tensor, v_BTW: Tensor, bc_BTS: Tensor, rest: tuple[Tensor, ...]

@@ -44,6 +44,7 @@ NEVER = (
     "megacpp.kernels.triton_gate_kernels",
     "megacpp.kernels.triton_gates",
     "megacpp.kernels.triton_rms_norm",
+    "megacpp.kernels.triton_wide_linear",
     "megacpp.blocks.attention.sparse:freeze_all_but_indexers",
     "megacpp.blocks.mtp.module",
     "megacpp.blocks.top.module",

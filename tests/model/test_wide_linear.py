@@ -1,0 +1,91 @@
+"""Product with a wide weight: its kernels in the interpreter and to machine code, and linears."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacpp.kernels.linears import linears
+from tests.model.in_child import run_cases
+from tests.model.machine_code import compiled
+
+CASES = "tests/model/wide_linear_triton_cases.py"
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases(CASES, interpreted=True)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("outputs", [16, 64, 128, 256])
+def test_compiles_without_a_gpu(outputs: int, capability: int) -> None:
+    pytest.importorskip("triton")
+    from megacpp.kernels import triton_wide_linear as fused
+
+    values = fused._shape(torch.empty(outputs, 3584, device="meta"))
+    options = {"num_warps": values.pop("num_warps")}
+    kinds = {"x": "*bf16", "dx": "*bf16", "rows": "i32"}
+    for kernel in (fused._forward_kernel, fused._input_kernel, fused._weight_kernel):
+        made = compiled(kernel, kinds, values, capability, options, other="*fp32")
+        assert made.asm["cubin"] and made.metadata.shared < 99 * 1024
+        assert not re.search(r"\b(STL|LDL)\b", made.asm["sass"]), kernel.__name__
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu() -> None:
+    run_cases(CASES, interpreted=False)
+
+
+def layers(dtype: torch.dtype, bias: bool = False) -> list[nn.Linear]:
+    torch.manual_seed(1)
+    return [nn.Linear(8, outputs, bias, dtype=dtype) for outputs in (3, 4, 6)]
+
+
+def grads_of(results: tuple[Tensor, ...], x: Tensor, made: list[nn.Linear]) -> list[Tensor]:
+    loss = sum(((i + 1) * y.square()).sum() for i, y in enumerate(results))
+    assert isinstance(loss, Tensor)
+    return list(torch.autograd.grad(loss, [x, *(p for layer in made for p in layer.parameters())]))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_one_input_are_the_layers(bias: bool) -> None:
+    """Outputs and gradients of weights bit for bit; the input's gradient to its roundings."""
+    made = layers(torch.float64, bias)
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    got, want = linears(x, *made), tuple(layer(x) for layer in made)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    (dx, *found), (right, *wants) = grads_of(got, x, made), grads_of(want, x, made)
+    assert (dx - right).norm() <= 1e-15 * right.norm()
+    assert all(torch.equal(a, b) for a, b in zip(found, wants, strict=True))
+
+
+def test_thin_layers_are_one_product() -> None:
+    """By `F.linear` inside, by another function as it says; a hook's layers are called."""
+    made, x = layers(torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    thin = torch.cat([layer.weight for layer in made[1:]])
+    for given in (F.linear, partial(F.linear, bias=None)):
+        found = linears(x, made[0], thin=thin, linear=given)
+        assert torch.equal(found[0], made[0](x)) and torch.equal(found[1], x @ thin.T)
+    seen: list[int] = []
+    made[0].register_forward_hook(lambda *_: seen.append(1))
+    linears(x, *made)
+    assert seen == [1]
+
+
+def test_under_autocast_gradients_are_those_of_the_layers() -> None:
+    """In bf16 with fp32 weights; of no copy is kept what backward can cast again."""
+    made, x = layers(torch.float32), torch.randn(5, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = linears(x, *made), tuple(layer(x) for layer in made)
+    assert all(y.dtype == torch.bfloat16 for y in got)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    (dx, *found), (right, *wants) = grads_of(got, x, made), grads_of(want, x, made)
+    assert (dx - right).norm() <= 2**-7 * right.norm()
+    assert all(torch.equal(a, b) for a, b in zip(found, wants, strict=True))
