@@ -11,7 +11,7 @@ SITE := mkdocs==1.6.1 mkdocs-material==9.8.2 mkdocstrings-python==2.0.11 latex2m
 HIDE := CUDA_VISIBLE_DEVICES=
 # glibc keeps freed memory instead of giving it back to the system between operations.
 KEEP := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
-# A file or two of each room, whole: `make check`.
+# A file or two of each package, whole: `make check`.
 CHECK := test_house.py test_arguments.py test_mesh_rules.py test_cli.py model/test_documents.py \
   model/test_m2rnn.py model/test_loss.py data/test_batches.py optim/test_adamw.py \
   optim/test_groups.py checkpointing/test_meter.py state/test_checkpoint.py \

@@ -1,10 +1,9 @@
-"""Table of all rooms and of who imports whom, made from the code's own imports.
+"""Table of all packages and of who imports whom, made from the code's own imports.
 
     python -m bench.architecture [--write]
 
-Prints what docs/architecture.md shows between its marks, or writes it there. `rooms_and_arrows` is
-what docs/pictures/rooms.svg draws. What is imported inside a function or for types alone doesn't
-count.
+Prints what docs/architecture.md shows between its marks, or writes it there. `packages_and_arrows`
+is what docs/pictures/packages.svg draws. Imports inside a function or for types alone don't count.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/architecture.md"
 START, END = "<!-- made by python -m bench.architecture -->", "<!-- end -->"
 TOP = ("parallel", "optim", "checkpointing")
-FILES = [file for room in ("megacpp", *TOP) for file in (ROOT / room).rglob("*.py")]
+FILES = [file for name in ("megacpp", *TOP) for file in (ROOT / name).rglob("*.py")]
 
 
-def room_of(module: str) -> str | None:
-    """Return the room of a module's dotted name; None where it isn't ours."""
+def package_of(module: str) -> str | None:
+    """Return the package of a module's dotted name, or `train.py`; None where it isn't ours."""
     first, *rest = module.split(".")
     if first in ("train", *TOP):
         return "train.py" if first == "train" else first
@@ -44,19 +43,19 @@ def imported(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def imports() -> dict[str, set[str]]:
-    """Return the rooms that each room imports."""
-    rooms: dict[str, set[str]] = {}
+    """Return the packages that each package imports."""
+    packages: dict[str, set[str]] = {}
     for file in (ROOT / "train.py", *FILES):
-        here = room_of(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        here = package_of(".".join(file.relative_to(ROOT).with_suffix("").parts))
         if here is not None:
-            there = {room_of(module) for module in imported(ast.parse(file.read_text()).body)}
-            rooms.setdefault(here, set()).update(room for room in there - {None, here} if room)
-    return rooms
+            there = {package_of(module) for module in imported(ast.parse(file.read_text()).body)}
+            packages.setdefault(here, set()).update(p for p in there - {None, here} if p)
+    return packages
 
 
-def reached(rooms: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return the rooms that each room reaches by any number of imports."""
-    reach = {room: set(others) for room, others in rooms.items()}
+def reached(packages: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return the packages that each package reaches by any number of imports."""
+    reach = {package: set(others) for package, others in packages.items()}
     for middle in reach:
         for others in reach.values():
             if middle in others:
@@ -67,32 +66,32 @@ def reached(rooms: dict[str, set[str]]) -> dict[str, set[str]]:
 Box = frozenset[str]
 
 
-def rooms_and_arrows() -> dict[Box, list[Box]]:
-    """Return each box of rooms, those that import most first, and the boxes that it points at.
+def packages_and_arrows() -> dict[Box, list[Box]]:
+    """Return each box of packages, those that import most first, and the boxes that it points at.
 
-    Rooms that import each other share a box. An arrow goes from a box to one that it imports,
+    Packages that import each other share a box. An arrow goes from a box to one that it imports,
     unless a longer path of arrows says so already.
     """
-    rooms = imports()
-    reach = reached(rooms)
-    boxes = {room: Box({room} | {o for o in reach[room] if room in reach[o]}) for room in rooms}
-    above = {box: set().union(*(reach[room] for room in box)) - box for box in boxes.values()}
+    packages = imports()
+    reach = reached(packages)
+    boxes = {p: Box({p} | {o for o in reach[p] if p in reach[o]}) for p in packages}
+    above = {box: set().union(*(reach[package] for package in box)) - box for box in boxes.values()}
     order = sorted(set(boxes.values()), key=lambda box: (-len(above[box]), sorted(box)))
     arrows: dict[Box, list[Box]] = {}
     for box in order:
-        below = {boxes[room] for room in above[box]}
+        below = {boxes[package] for package in above[box]}
         direct = [b for b in below if not any(b <= above[other] for other in below)]
         arrows[box] = sorted(direct, key=order.index)
     return arrows
 
 
 def table() -> str:
-    """Return the table of rooms as Markdown."""
-    rooms, order = imports(), [room for box in rooms_and_arrows() for room in sorted(box)]
-    lines = ["| room | what lives there | imports |", "|---|---|---|"]
-    for room in order:
-        others = ", ".join(other.removeprefix("megacpp/") for other in sorted(rooms[room]))
-        lines.append(f"| `{room}` | {_sentence(room)} | {others or '-'} |")
+    """Return the table of packages as Markdown."""
+    packages, order = imports(), [p for box in packages_and_arrows() for p in sorted(box)]
+    lines = ["| package | what lives there | imports |", "|---|---|---|"]
+    for package in order:
+        others = ", ".join(other.removeprefix("megacpp/") for other in sorted(packages[package]))
+        lines.append(f"| `{package}` | {_sentence(package)} | {others or '-'} |")
     return "\n".join(lines)
 
 
@@ -102,9 +101,9 @@ def drawn(page: str) -> str:
     return f"{before}{START}\n{table()}\n{END}{rest.split(END)[1]}"
 
 
-def _sentence(room: str) -> str:
-    """Return the first sentence of a room's docstring."""
-    file = ROOT / room if room.endswith(".py") else ROOT / room / "__init__.py"
+def _sentence(package: str) -> str:
+    """Return the first sentence of a package's docstring."""
+    file = ROOT / package if package.endswith(".py") else ROOT / package / "__init__.py"
     return (
         (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n\n")[0].replace("\n", " ")
     )

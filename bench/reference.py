@@ -223,7 +223,7 @@ def functions_page() -> str:
         "`help(NAME)` has the rest: shapes, units, errors. Configurations are in",
         "[Every setting](settings.md), helpers of the chapters in `megacpp.lessons`.",
     ]
-    rooms: dict[str, list[tuple[str, str, str]]] = {}
+    packages: dict[str, list[tuple[str, str, str]]] = {}
     for module, names in imported_by_chapters().items():
         file = module.replace(".", "/")
         file += "/__init__.py" if (ROOT / file).is_dir() else ".py"
@@ -233,11 +233,11 @@ def functions_page() -> str:
                 given = ", ".join(inspect.signature(one).parameters)
                 words = inspect.cleandoc(one.__doc__ or "").partition("\n\n")[0]
                 links = ", ".join(f"[{int(c.name[:2])}](../{c.name})" for c in chapters)
-                room = ".".join(module.split(".")[: 1 + (module.split(".")[0] == "megacpp")])
+                package = ".".join(module.split(".")[: 1 + (module.split(".")[0] == "megacpp")])
                 row = f"[`{name}`](../../{file})`({given})`", words, links
-                rooms.setdefault(room, []).append(row)
-    for room, rows in rooms.items():
-        lines += ["", f"## {room}", "", *table(("name", "what it does or is", "chapters"), rows)]
+                packages.setdefault(package, []).append(row)
+    for package, rows in packages.items():
+        lines += ["", f"## {package}", "", *table(("name", "what it does or is", "chapters"), rows)]
     return "\n".join(lines) + "\n"
 
 

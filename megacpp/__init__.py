@@ -1,6 +1,6 @@
 """Trainer for hybrid language models in plain PyTorch.
 
-May import: this file nothing; of each room its own `__init__.py` says it.
+May import: this file nothing; of each package its own `__init__.py` says it.
 Start reading: ../train.py, then docs/architecture.md.
 """
 

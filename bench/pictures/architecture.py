@@ -1,11 +1,11 @@
-"""Picture of a run: parts of `train.py`, what each takes from which room, and what is written."""
+"""Picture of a run: parts of `train.py`, what each takes from which package, files written."""
 
 from __future__ import annotations
 
 import ast
 import re
 
-from bench.architecture import ROOT, room_of
+from bench.architecture import ROOT, package_of
 from bench.pictures.svg import Drawing
 from bench.reference import FILES
 
@@ -18,7 +18,7 @@ def parts() -> list[tuple[str, list[tuple[str, str]]]]:
     text = (ROOT / "train.py").read_text()
     modules = {}
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.module and room_of(node.module):
+        if isinstance(node, ast.ImportFrom) and node.module and package_of(node.module):
             modules |= {alias.name: node.module for alias in node.names}
     main = text.partition("def main(")[2]
     heads = re.split(r"\n    # -{4} (.*?) -+\n", main)
@@ -33,7 +33,9 @@ def parts() -> list[tuple[str, list[tuple[str, str]]]]:
 
 def the_run() -> Drawing:
     """Draw the parts of a run from top to bottom, and the files of its folder beside them."""
-    drawing = Drawing(760, "A run: parts of train.py, functions of the rooms, files of the folder")
+    drawing = Drawing(
+        760, "A run: parts of train.py, functions of the packages, files of the folder"
+    )
     y, left, middle, right = 40.0, 14.0, 206.0, 540.0
     for x, words in ((left, "train.py"), (middle, "takes from"), (right, "run folder")):
         drawing.text(x, 24, words, "head")

@@ -1,4 +1,4 @@
-"""Descriptor of a block kind: what other rooms read of it, as data; no torch import here.
+"""Descriptor of a block kind: what other packages read of it, as data; no torch import here.
 
 A kind is one folder below megacpp/blocks: its settings, its module, and a `BlockKind`. parallel/,
 optim/, checkpointing/ and megacpp/memory read the descriptor and keep no list of kinds;

@@ -2,6 +2,6 @@
 
 A chapter of docs/ imports these by name, from any folder.
 
-May import: all rooms, as train.py does; nothing imports it.
+May import: all packages, as train.py does; nothing imports it.
 Start reading: ranks.py, then runs.py.
 """

@@ -137,8 +137,8 @@ def test_symptoms_quote_messages_of_the_program() -> None:
     text = (DOCS / "when-it-stops.md").read_text().split("## Symptoms")[1].split("## ")[0]
     rows = re.findall(r"^\| (\d+) \| `([^`]+)` \|", text, re.M)
     assert len(rows) >= 15 and {int(code) for code, _ in rows} <= EXIT_CODES.keys()
-    rooms = ("megacpp", "parallel", "optim", "checkpointing")
-    files = [ROOT / "train.py", *(p for room in rooms for p in (ROOT / room).rglob("*.py"))]
+    packages = ("megacpp", "parallel", "optim", "checkpointing")
+    files = [ROOT / "train.py", *(p for name in packages for p in (ROOT / name).rglob("*.py"))]
     # A message may be cut over lines of a file.
     code = "\n".join(re.sub(r'"\s*\n\s*f?"', "", p.read_text()) for p in files)
     missing = [words for _, words in rows if words not in code]

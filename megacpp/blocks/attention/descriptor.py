@@ -1,4 +1,4 @@
-"""Attention (A) as other rooms read it: grouped-query, multi-head latent, sparse; no torch here.
+"""Attention (A) as other packages read it: grouped-query, latent, sparse; no torch import here.
 
 Letters: Q and K channels of queries and of keys or values, Kv keys and values of all heads of MLA
 together, W its heads * value dim, N head of normalised queries and keys; of latents Lq that of

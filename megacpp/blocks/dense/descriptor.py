@@ -1,4 +1,4 @@
-"""Dense feed-forward (F) as other rooms read it; no torch import here.
+"""Dense feed-forward (F) as other packages read it; no torch import here.
 
 Letters: F hidden units.
 """

@@ -1,4 +1,4 @@
-"""Mixture of experts (E) as other rooms read it; no torch import here.
+"""Mixture of experts (E) as other packages read it; no torch import here.
 
 Letters: E experts, I hidden units of one, F hidden units of the shared experts together.
 """

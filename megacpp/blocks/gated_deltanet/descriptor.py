@@ -1,4 +1,4 @@
-"""Gated DeltaNet (G) as other rooms read it; no torch import here.
+"""Gated DeltaNet (G) as other packages read it; no torch import here.
 
 Letters: Q key heads * key, W value heads * value, N value heads, V value, J taps. Heads are sharded
 by key head, each with its value heads.

@@ -1,4 +1,4 @@
-"""M2RNN (R) as other rooms read it; no torch import here.
+"""M2RNN (R) as other packages read it; no torch import here.
 
 Letters: W heads * value, Q and K channels of queries and keys, H heads, P value, J taps.
 """

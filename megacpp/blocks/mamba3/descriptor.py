@@ -1,4 +1,4 @@
-"""Mamba-3 (M) as other rooms read it; no torch import here.
+"""Mamba-3 (M) as other packages read it; no torch import here.
 
 Letters: W heads * head dim, H heads, S groups * MIMO rank * state, A rotated pairs, R MIMO rank,
 N state, P head dim, J taps. What a head owns is sharded by head; B, C and the angles, which heads

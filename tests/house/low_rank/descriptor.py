@@ -1,4 +1,4 @@
-"""Low-rank feed-forward (Z) as other rooms read it; no torch import here.
+"""Low-rank feed-forward (Z) as other packages read it; no torch import here.
 
 Letters: L rank.
 """

@@ -1,11 +1,11 @@
-"""Picture of the rooms of the code: an arrow goes to a room that another one imports."""
+"""Picture of the packages of the code: an arrow goes to a package that another one imports."""
 
 from __future__ import annotations
 
 import itertools
 from functools import cache
 
-from bench.architecture import Box, rooms_and_arrows
+from bench.architecture import Box, packages_and_arrows
 from bench.pictures.svg import Drawing
 
 WIDE, HIGH, GAP, WIDTH = 128.0, 24.0, 44.0, 760.0
@@ -17,7 +17,7 @@ def rows() -> list[list[Box]]:
 
     Boxes of a row stand in the order that makes the arrows shortest.
     """
-    arrows = rooms_and_arrows()
+    arrows = packages_and_arrows()
 
     @cache
     def level(box: Box) -> int:
@@ -39,9 +39,10 @@ def centres(count: int) -> list[float]:
     return [WIDTH * (number + 0.5) / count for number in range(count)]
 
 
-def picture_of_rooms() -> Drawing:
-    """Draw the rooms in rows, and arrows that go around the boxes between two rows."""
-    drawing = Drawing(WIDTH, "Rooms of the code: an arrow goes to a room that another one imports")
+def picture_of_packages() -> Drawing:
+    """Draw the packages in rows, and arrows that go around the boxes between two rows."""
+    title = "Packages of the code: an arrow goes to a package that another one imports"
+    drawing = Drawing(WIDTH, title)
     order, y = rows(), 16.0
     middles, tops, highs = {}, [], []
     for row in order:
@@ -62,13 +63,13 @@ def picture_of_rooms() -> Drawing:
             points += [(at, tops[between]), (at, tops[between] + highs[between])]
         return [*points, (to_x, tops[to_row])]
 
-    for box, others in rooms_and_arrows().items():
+    for box, others in packages_and_arrows().items():
         for other in others:
             points = way(box, other)
             x, tip = points[-1]
             drawing.path(points, "line")
             drawing.path([(x - 4, tip - 7), (x, tip), (x + 4, tip - 7)], "edge")
     for box, (x, row) in middles.items():
-        for number, room in enumerate(sorted(box)):
-            drawing.rect(x - WIDE / 2, tops[row] + HIGH * number, WIDE, HIGH, row, room)
+        for number, package in enumerate(sorted(box)):
+            drawing.rect(x - WIDE / 2, tops[row] + HIGH * number, WIDE, HIGH, row, package)
     return drawing
