@@ -81,8 +81,9 @@ site: .venv-site/.done  ## the book as pages for a browser, in build/site/html; 
 	.venv-site/bin/python -m bench.site
 	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --quiet --config-file build/site/mkdocs.yml
 
-site-check: site $(VENV)/.test  ## open every page of the site in Chromium, wide and narrow: nothing overflows, no error
+site-check: site $(VENV)/.test  ## open every page of the site in Chromium, wide and narrow: nothing overflows, no error; without Chromium the last line says so
 	$(RUN) $(BIN)/python -m pytest -rs tests/docs/test_built_site.py
+	@$(BIN)/python -m tests.docs.browser
 
 assignment: setup  ## grade your answer to an exercise of docs/assignments: make assignment N=3
 	@$(RUN) $(HIDE) $(BIN)/python -m tests.assignments $(N)

@@ -1,4 +1,9 @@
-"""Headless Chromium over the DevTools protocol, without a library: open pages, run JavaScript."""
+"""Headless Chromium over the DevTools protocol, without a library: open pages, run JavaScript.
+
+    python -m tests.docs.browser
+
+Prints a line where there is no Chromium: `make site-check` ends with it.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,8 @@ from typing import Any
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
+
+ABSENT = "NO PAGE WAS LOOKED AT: this machine has no Chromium"
 
 
 class Browser:
@@ -135,3 +142,7 @@ class Browser:
         if any(wrong):
             self.errors.append(str(given))
         return message
+
+
+if __name__ == "__main__" and not BROWSER:
+    print(f"\n{ABSENT}")

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from bench.site import SITE
-from tests.docs.browser import BROWSER, Browser
+from tests.docs.browser import ABSENT, BROWSER, Browser
 
 HTML = SITE / "html"
 LOOKS = Path(__file__).parent / "looks"
@@ -35,7 +35,7 @@ SHOTS = [
 GREY, SHARE = 48, 0.02  # a pixel of another grey; the most of them that a look may have
 PAGES = sorted(p for p in HTML.rglob("*.html") if "code" not in p.relative_to(HTML).parts)
 pytestmark = [
-    pytest.mark.skipif(not BROWSER, reason="NO PAGE WAS LOOKED AT: this machine has no Chromium"),
+    pytest.mark.skipif(not BROWSER, reason=ABSENT),
     pytest.mark.skipif(
         not PAGES, reason="NO PAGE WAS LOOKED AT: `make site-check` builds the site first"
     ),
