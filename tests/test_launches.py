@@ -50,9 +50,10 @@ def test_what_a_compiler_schedules() -> None:
     run_cases("tests/scheduled_cases.py", interpreted=False)
 
 
-def test_a_section_is_rewritten_in_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", ["", "\n## B\n\nb\n\n## C\n\nc\n"])
+def test_a_section_is_rewritten_in_place(tmp_path: Path, later: str) -> None:
     page = tmp_path / "page.md"
-    text = f"# A\n\n{HEADING}\n\nWords.\n\n| old |\n\n## B\n\nb\n"
+    text = f"# A\n\n{HEADING}\n\nWords.\n\n| old |\n{later}"
     page.write_text(text)
     for _ in range(2):
         write_section(page, HEADING, "| new |")

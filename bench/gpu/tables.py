@@ -214,6 +214,6 @@ def write_section(page: Path, heading: str, table: str) -> None:
     """
     text = page.read_text()
     start = text.index(heading)
-    end = text.index("\n## ", start + 1)
-    words = "\n\n".join(text[start:end].strip().split("\n\n")[:2])
-    page.write_text(f"{text[:start]}{words}\n\n{table}\n{text[end:]}")
+    section, *later = text[start:].split("\n## ", 1)
+    words = "\n\n".join(section.strip().split("\n\n")[:2])
+    page.write_text("\n## ".join([f"{text[:start]}{words}\n\n{table}\n", *later]))
