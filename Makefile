@@ -54,7 +54,7 @@ train: setup  ## prepare the default corpus once, then train the tiny hybrid on 
 test: $(VENV)/.test  ## the whole CPU test suite (TORCH=2.15.0: that torch; CPU=default: a CPU without vector units; PART=0/3: a third of the cases of grids)
 	$(RUN) $(HIDE) $(AS_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile $(if $(PART),--part $(PART))
 
-check: $(VENV)/.test  ## the fast part of the suite, of each package: about 90 seconds on two idle cores
+check: $(VENV)/.test  ## the fast part of the suite, of each package: about 100 seconds on two idle cores
 	$(RUN) $(HIDE) $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/,$(CHECK))
 
 torture: $(VENV)/.test  ## attack runs for about two hours, and write the table R1-R25 (docs/torture.md)

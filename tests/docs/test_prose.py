@@ -1,4 +1,4 @@
-"""Prose of chapters and pages: short sentences that open with what they are about."""
+"""Prose of chapters, pages and README: short sentences that open with what they are about."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
+ROOT = DOCS.parent
 # Made from the program: docs/reference.
-PAGES = sorted(p for p in DOCS.rglob("*.md") if p.parent.name != "reference")
+BOOK = sorted(p for p in DOCS.rglob("*.md") if p.parent.name != "reference")
+PAGES = [*BOOK, *sorted(ROOT.glob("*.md"))]
 WORDS = 30  # of a sentence, at the 95th percentile
 # "One" and "Some" may stand before their noun, "the same" too.
 OPENING = re.compile(
@@ -48,7 +50,7 @@ def riddles(text: str) -> list[str]:
 
 
 def name(path: Path) -> str:
-    return str(path.relative_to(DOCS))
+    return str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
