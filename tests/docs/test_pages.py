@@ -172,3 +172,17 @@ def test_the_first_run_of_the_readme_is_the_one_that_is_drawn() -> None:
     steps = drawn["bits_per_byte"]
     shown = [steps[0], steps[-1], drawn["held_out"], drawn["gzip"], drawn["xz"]]
     assert [float("".join(one)) for one in found] == shown
+
+
+def rows(text: str) -> set[str]:
+    """Return the rows of tables below their heads, without targets of links, numbers of notes."""
+    plain = re.sub(r" ?[¹²³⁴-⁹⁰]+", "", re.sub(r"\]\([^)]*\)", "]", text))
+    return set(re.findall(r"^\| .*", re.sub(r"^\|.*\n(?=\|---)", "", plain, flags=re.M), re.M))
+
+
+def test_tables_of_the_readme_are_those_of_the_questions() -> None:
+    readme, questions = (ROOT / "README.md").read_text(), (DOCS / "faq.md").read_text()
+    compared = rows(readme.partition("\n## Start")[0])
+    proven = rows(readme.partition("\n## What is proven")[2])
+    assert len(compared) >= 4 and len(proven) >= 5
+    assert compared | proven <= rows(questions)
