@@ -241,7 +241,7 @@ def nam56r_base() -> Config:
     The blocks of nam56r alone, with grouped-query attention: pattern AEMEAEMEAEMR to depth 52,
     13 A, 22 E, 13 M, 4 R. Readings: R is M2RNN (some sources list an n-gram head); routed experts
     are two-matrix relu² of 896, top-4 of 16, with one gated shared expert of 1024; M carries the
-    short conv that the activation articles recompute (author Mamba-3 has none); A is plain GQA
+    short conv that contract S0-a recomputes (author Mamba-3 has none); A is plain GQA
     56/8; QK-clip at 100 is on (one source calls it a switch that is off by default). Counting M
     *and* R as Mamba-2 style mixers instead gives 4.74B / 3.04B, the published 4.73B / 3.03B to
     0.4 % (`megacpp show nam56r_base` prints both).
