@@ -57,7 +57,7 @@ def gated_delta_rule(
         initial_BNKV: the state that the first document of each row continues from; None: zeros.
             It may be wider than V: nothing is written into its further columns.
         chunk_size: tokens of a chunk; neither T nor documents have to be aligned to it.
-        backend: of `gated_delta_rule` (megacpp/kernels/selection.py): `torch`, `fla`, `reference`.
+        backend: of `gated_delta_rule` (megacpp/kernels/selection.py).
     """
     if backend == "fla":
         from megacpp.kernels.gated_delta_rule.library import library_rule
@@ -67,7 +67,13 @@ def gated_delta_rule(
         q = k_BTHK if q_BTHK is None else q_BTHK
         v = widened(v_BTNV, initial_BNKV)
         return gated_delta_sequential(q, k_BTHK, v, g_BTN, beta_BTN, docs, initial_BNKV)
-    assert backend == "torch", backend
+    if backend == "triton" and not torch.compiler.is_compiling():
+        from megacpp.kernels.gated_delta_rule.triton import triton_rule
+
+        v = widened(v_BTNV, initial_BNKV)
+        given = q_BTHK, k_BTHK, v, g_BTN, beta_BTN, docs, initial_BNKV, chunk_size
+        return triton_rule(*given)
+    assert backend in ("torch", "triton"), backend  # a compiler takes torch's
     with no_autocast(v_BTNV):
         return _Chunked.apply(  # type: ignore[return-value]
             q_BTHK, k_BTHK, v_BTNV, g_BTN, beta_BTN, initial_BNKV, docs, chunk_size

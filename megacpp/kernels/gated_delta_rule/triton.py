@@ -1,0 +1,114 @@
+"""Gated delta rule in Triton: what chunks.py computes, in a few launches.
+
+    forward    triangular solves of chunks, states over chunks, outputs
+    backward   the first two again, gradients of queries, of states over chunks, of keys and values
+
+Kept for backward are the inputs alone. While it runs, backward holds a state of each chunk and its
+gradient in the dtype of v, and gradients of q and k for each value head. Nothing is added by
+atomics: results repeat exactly.
+
+Legend: as megacpp/kernels/gated_delta_rule/chunks.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacpp.kernels.gated_delta_rule.triton_launch import Rule, RulePlan
+from megacpp.kernels.m2rnn.chunks import no_autocast
+from megacpp.kernels.strides import side_by_side
+from megacpp.model.documents import Documents
+
+LEAST = 16  # tokens of a chunk
+MOST = {2: 64, 4: 32}  # whose tiles a program holds, by the bytes of a number of v
+
+
+def triton_rule(
+    q_BTHK: Tensor | None,
+    k_BTHK: Tensor,
+    v_BTNV: Tensor,
+    g_BTN: Tensor,
+    beta_BTN: Tensor,
+    docs: Documents | None,
+    initial_BNKV: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the results of `gated_delta_rule`, by Triton kernels.
+
+    Args:
+        q_BTHK: queries before normalisation; None: only the state is wanted.
+        k_BTHK: keys before normalisation.
+        v_BTNV: values, as wide as the state.
+        g_BTN: log decay, at most 0.
+        beta_BTN: write strength in [0, 2].
+        docs: documents; None: one per row.
+        initial_BNKV: state that enters each row; None: zeros.
+        chunk_size: most tokens of a chunk; the kernels take 16, 32 or 64 (fp32: 16 or 32).
+    """
+    assert v_BTNV.dtype != torch.float64, "the kernels compute in fp32"
+    chunk = min(MOST[v_BTNV.element_size()], max(LEAST, 1 << (chunk_size.bit_length() - 1)))
+    plan = RulePlan(chunk, _runs(docs))
+    with no_autocast(v_BTNV):
+        return _Rule.apply(  # type: ignore[return-value]
+            q_BTHK, k_BTHK, v_BTNV, g_BTN, beta_BTN, initial_BNKV, plan
+        )
+
+
+class _Rule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        first: Tensor | None,
+        plan: RulePlan,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v, g, beta, first)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)  # final states are rarely used
+        rule = Rule(plan, q, k, v, g, beta)
+        solved = rule.solve(keep=False)
+        states, last = rule.states(solved, first, keep=q is not None)
+        return v.new_empty(0) if q is None else rule.outputs(solved, states), last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, first = ctx.saved_tensors
+        with no_autocast(v):
+            do = None if q is None else do
+            rule = Rule(ctx.plan, None if do is None else q, k, v, g, beta)
+            solved = rule.solve(keep=True)
+            states, _ = rule.states(solved, first, keep=True)
+            queries, dout = None, rule.v
+            if do is not None:
+                dout = side_by_side(do)
+                queries = rule.of_queries(solved, states, dout)
+            has_first = first is not None
+            dstates, du, dfirst = rule.dstates(solved, queries, dout, dlast, has_first)
+            found = rule.of_keys(solved, queries, states, dstates, du, dout)
+            if dfirst is not None:
+                dfirst = dfirst.to(first.dtype)
+        return *found, dfirst, None
+
+
+def _runs(docs: Documents | None) -> Tensor | None:
+    """Return the number of each token's document in its row; None: a row is one document.
+
+    The state in front of a row, if there is one, is its first document's.
+    """
+    if docs is None or docs.whole:
+        return None
+
+    def make() -> Tensor:
+        return F.pad(docs.starts_BT[:, 1:].cumsum(1), (1, 0)).to(torch.int32)
+
+    return docs.memo(("gated_delta_rule", "runs"), make)

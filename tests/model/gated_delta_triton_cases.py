@@ -1,0 +1,126 @@
+"""The gated delta rule's Triton kernels against its fp64 definition: run by
+test_gated_delta_triton.py.
+
+TRITON_INTERPRET=1 python -m pytest tests/model/gated_delta_triton_cases.py  (without it on a GPU)
+
+Legend: as megacpp/kernels/gated_delta_rule/chunks.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacpp.kernels.gated_delta_rule import triton_launch
+from megacpp.kernels.gated_delta_rule.chunks import gated_delta_rule, widened
+from megacpp.kernels.gated_delta_rule.reference import gated_delta_sequential
+from megacpp.kernels.gated_delta_rule.segments import fold, summarize
+from megacpp.model.documents import Documents
+from tests.model.triton_interpreter import mend
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+if INTERPRETED:
+    mend()
+CHUNK, TOKENS = 16, 37  # the last chunk has 5 tokens
+LENGTHS = ((1, 2, 30, 4), (16, 1, 20, 0))  # of length 1, over two chunks' ends, at a chunk's end
+DOCS = {
+    "whole": Documents.rows(2, TOKENS),
+    "packed": Documents.from_ids(
+        torch.stack([torch.arange(4).repeat_interleave(torch.tensor(n)) for n in LENGTHS])
+    ),
+}
+NAMES = "q", "k", "v", "g", "beta", "initial"
+GATES = "g", "beta", "initial"  # fp32 in a model
+
+
+@pytest.fixture(autouse=True)
+def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that have a part of a state."""
+    monkeypatch.setattr(triton_launch, "COLUMNS", 16)
+    monkeypatch.setattr(triton_launch, "CARRIED", 16)
+
+
+def leaves(
+    tokens: int = TOKENS,
+    heads: int = 1,
+    shared: int = 2,
+    key: int = 8,
+    value: int = 5,
+    rate: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """q, k, v, g, beta and a first state; some tokens keep all, write nothing or write twice."""
+    torch.manual_seed(3)
+    N = heads * shared
+    g, beta = -rate * torch.rand(2, tokens, N), 2 * torch.rand(2, tokens, N)
+    if tokens > 5:
+        g[:, 3], beta[:, 4], beta[:, 5] = 0.0, 0.0, 2.0
+    made = [
+        torch.randn(2, tokens, heads, key),
+        torch.randn(2, tokens, heads, key),
+        torch.randn(2, tokens, N, value),
+        g,
+        beta,
+        torch.randn(2, N, key, value),
+    ]
+    kinds = [torch.float32 if name in GATES else dtype for name in NAMES]
+    return [x.to(DEVICE, kind).requires_grad_() for x, kind in zip(made, kinds, strict=True)]
+
+
+def doubles(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if x is None else x.detach().double().cpu().requires_grad_() for x in inputs]
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    """Largest difference, in parts of the largest number."""
+    return ((got.double().cpu() - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
+
+
+def check(
+    docs: Documents,
+    inputs: Sequence[Tensor | None],
+    limit: float = 1e-5,
+    results: tuple[int, ...] = (0, 1),
+    chunk: int = CHUNK,
+) -> None:
+    """Output, state and every gradient are those in fp64, to `limit` of the largest."""
+    exact = doubles(inputs)
+    q, k, v, g, beta, initial = exact
+    assert k is not None and v is not None and g is not None and beta is not None
+    value = widened(v, initial)
+    want = gated_delta_sequential(k if q is None else q, k, value, g, beta, docs, initial)
+    there = docs.to(DEVICE)
+    got = gated_delta_rule(*inputs[:5], there, inputs[5], chunk, backend="triton")  # type: ignore
+    assert got[0].dtype == v_dtype(inputs) and got[1].dtype == torch.float32
+    found = {("out", "state")[i]: off(got[i], want[i]) for i in results}
+    torch.manual_seed(4)
+    cotangents = [torch.randn(want[i].shape, dtype=torch.double) for i in results]
+    cotangents = [d.to(got[i].dtype).double() for d, i in zip(cotangents, results, strict=True)]
+    given = [d.to(DEVICE, got[i].dtype) for d, i in zip(cotangents, results, strict=True)]
+    names = [n for n, x in zip(NAMES, inputs, strict=True) if x is not None]
+    of, exact_of = ([x for x in xs if x is not None] for xs in (inputs, exact))
+    how = {"allow_unused": True, "materialize_grads": True}
+    dwant = torch.autograd.grad([want[i] for i in results], exact_of, cotangents, **how)
+    dgot = torch.autograd.grad([got[i] for i in results], of, given, **how)
+    for name, x, a, b in zip(names, of, dgot, dwant, strict=True):
+        assert a.dtype == x.dtype and a.shape == x.shape, name
+        found[f"d{name}"] = off(a, b)
+    bad = {n: x for n, x in found.items() if not x <= limit}
+    assert not bad, f"{bad} of {found}"
+
+
+def v_dtype(inputs: Sequence[Tensor | None]) -> torch.dtype:
+    assert inputs[2] is not None
+    return inputs[2].dtype
+
+
+@pytest.mark.parametrize("docs", DOCS.values(), ids=DOCS)
+@pytest.mark.parametrize(("heads", "shared"), [(2, 1), (1, 3)])
+def test_it_is_the_fp64_definition(docs: Documents, heads: int, shared: int) -> None:
+    inputs = leaves(heads=heads, shared=shared)
+    check(docs, [*inputs[:5], None])
