@@ -124,3 +124,59 @@ def v_dtype(inputs: Sequence[Tensor | None]) -> torch.dtype:
 def test_it_is_the_fp64_definition(docs: Documents, heads: int, shared: int) -> None:
     inputs = leaves(heads=heads, shared=shared)
     check(docs, [*inputs[:5], None])
+
+
+@pytest.mark.parametrize("docs", DOCS.values(), ids=DOCS)
+def test_it_goes_on_from_a_state(docs: Documents) -> None:
+    check(docs, leaves())
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["outputs", "state"])
+def test_one_result_alone_is_used(used: int) -> None:
+    check(DOCS["packed"], leaves(), results=(used,))
+
+
+@pytest.mark.parametrize("docs", DOCS.values(), ids=DOCS)
+def test_a_state_alone_that_is_wider_than_values(docs: Documents) -> None:
+    """As the summary of a segment asks for it."""
+    inputs = leaves(shared=1)
+    wider = torch.cat([inputs[5].detach(), torch.eye(8).expand(2, 1, 8, 8).to(DEVICE)], -1)
+    check(docs, [None, *inputs[1:5], wider.requires_grad_()], results=(1,))
+
+
+@pytest.mark.parametrize(("key", "value", "chunk"), [(32, 16, 32), (3, 40, 64), (20, 17, 7)])
+def test_dims_and_chunks(key: int, value: int, chunk: int) -> None:
+    """Whole blocks and parts of one; chunks of 16, 32 and, of one block, 32 tokens."""
+    inputs = leaves(key=key, value=value)
+    check(DOCS["packed"], inputs, chunk=chunk)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 33])
+def test_rows_of_few_tokens(tokens: int) -> None:
+    check(Documents.rows(2, tokens), leaves(tokens=tokens))
+
+
+@pytest.mark.parametrize("rate", [0.01, 40.0])
+def test_every_decay(rate: float) -> None:
+    """With 40 a chunk decays by 600 nats: exp of a sum over it overflows on its own."""
+    check(DOCS["packed"], leaves(rate=rate), limit=3e-5)
+
+
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_keys_that_repeat(beta: float) -> None:
+    """Powers of the triangle would cancel: entries of its inverse are 0 where keys are one."""
+    q, k, v, g, b, initial = (x.detach() for x in leaves(shared=1, tokens=64))
+    k = k[:, :1].expand_as(k).contiguous()
+    inputs = [q, k, v, torch.zeros_like(g), torch.full_like(b, beta), initial]
+    inputs = [x.requires_grad_() for x in inputs]
+    check(Documents.rows(2, 64), inputs, chunk=64, limit=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_narrow_numbers(dtype: torch.dtype, chunk: int) -> None:
+    """Operands of products are rounded, results too; chunks of 64 tokens have four blocks."""
+    inputs = leaves(tokens=70, key=32, value=16, dtype=dtype)
+    ids = torch.arange(3).repeat_interleave(torch.tensor([20, 45, 5]))
+    docs = Documents.from_ids(ids.expand(2, -1))
+    check(docs, inputs, limit=8 * torch.finfo(dtype).eps, chunk=chunk)

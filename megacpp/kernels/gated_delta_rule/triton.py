@@ -24,8 +24,7 @@ from megacpp.kernels.m2rnn.chunks import no_autocast
 from megacpp.kernels.strides import side_by_side
 from megacpp.model.documents import Documents
 
-LEAST = 16  # tokens of a chunk
-MOST = {2: 64, 4: 32}  # whose tiles a program holds, by the bytes of a number of v
+LEAST, MOST = 16, 64  # tokens of a chunk
 
 
 def triton_rule(
@@ -48,15 +47,34 @@ def triton_rule(
         beta_BTN: write strength in [0, 2].
         docs: documents; None: one per row.
         initial_BNKV: state that enters each row; None: zeros.
-        chunk_size: most tokens of a chunk; the kernels take 16, 32 or 64 (fp32: 16 or 32).
+        chunk_size: most tokens of a chunk; the kernels take 16, 32 or 64 (see `chunk_of`).
     """
     assert v_BTNV.dtype != torch.float64, "the kernels compute in fp32"
-    chunk = min(MOST[v_BTNV.element_size()], max(LEAST, 1 << (chunk_size.bit_length() - 1)))
-    plan = RulePlan(chunk, _runs(docs))
+    plan = RulePlan(chunk_of(v_BTNV, k_BTHK.shape[-1], chunk_size), _runs(docs))
     with no_autocast(v_BTNV):
         return _Rule.apply(  # type: ignore[return-value]
             q_BTHK, k_BTHK, v_BTNV, g_BTN, beta_BTN, initial_BNKV, plan
         )
+
+
+def chunk_of(v_BTNV: Tensor, key_dim: int, chunk_size: int) -> int:
+    """Return the tokens of a chunk, whose tiles a program's registers hold.
+
+    They hold 64 in bf16 or fp16 where products read operands from shared memory, on compute
+    capability 9.0 to 11.x, and 32 elsewhere. In fp32 they hold 32, or 16 of keys above 64 dims.
+
+    Args:
+        v_BTNV: values.
+        key_dim: K.
+        chunk_size: most tokens.
+    """
+    most, device = MOST, v_BTNV.device
+    if v_BTNV.element_size() == 4:
+        most = 32 if key_dim <= 64 else 16
+    elif device.type == "cuda" and torch.cuda.is_available():
+        by_warps = not (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
+        most = 32 if by_warps else MOST
+    return min(most, max(LEAST, 1 << (chunk_size.bit_length() - 1)))
 
 
 class _Rule(torch.autograd.Function):

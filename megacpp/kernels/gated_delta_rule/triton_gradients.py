@@ -84,7 +84,7 @@ def _queries_kernel(
     keys = _tile(k, size, K, k_token, C, BLOCK_K).to(tl.float32)
     keys = (keys * length[:, None]).to(kind)
     decay = _decays(s, run, C)
-    scores = (tl.dot(queries, tl.trans(keys), input_precision="ieee") * decay).to(kind)
+    scores = (tl.dot(queries, tl.trans(keys), input_precision="tf32x3") * decay).to(kind)
     states += (head * J + j) * K * V
     do += b * do_row + start * do_token + n * do_head
     dscores = tl.zeros([C, C], tl.float32)
@@ -92,13 +92,13 @@ def _queries_kernel(
     for p in range(0, V, BLOCK_V):
         dout = _tile(do + p, size, V - p, do_token, C, BLOCK_V).to(kind)
         written = _tile(u + here * V + p, size, V - p, V, C, BLOCK_V)
-        dscores = tl.dot(dout, tl.trans(written), dscores, input_precision="ieee")
+        dscores = tl.dot(dout, tl.trans(written), dscores, input_precision="tf32x3")
         state = _tile(states + p, K, V - p, V, BLOCK_K, BLOCK_V)
-        d = tl.dot(dout, tl.trans(state), d, input_precision="ieee")
-        out = tl.dot(tl.trans(scores), dout, input_precision="ieee")
+        d = tl.dot(dout, tl.trans(state), d, input_precision="tf32x3")
+        out = tl.dot(tl.trans(scores), dout, input_precision="tf32x3")
         _put(du + here * V + p, out, size, V - p, V, C, BLOCK_V)
     d *= tl.exp(tl.where(enters, s, float("-inf")))[:, None]
-    d = tl.dot((dscores * decay).to(kind), keys, d, input_precision="ieee")
+    d = tl.dot((dscores * decay).to(kind), keys, d, input_precision="tf32x3")
     tl.store(dsums + here + token, tl.sum(queries.to(tl.float32) * d, 1), mask=there)
     unit = _tile(q, size, K, q_token, C, BLOCK_K).to(tl.float32) * q_length[:, None]
     d = _of_length(unit, d * scale, q_length)
@@ -178,7 +178,7 @@ def _dstates_kernel(
         until *= tl.load(lengths + token, mask=there, other=0.0)
         keys = _tile(k, size, K, k_token, C, BLOCK_K).to(tl.float32)
         keys = (keys * until[:, None]).to(kind)
-        d = tl.dot(keys, state.to(kind), input_precision="ieee")
+        d = tl.dot(keys, state.to(kind), input_precision="tf32x3")
         if QUERIES:
             d += _tile(du, size, width, V, C, BLOCK_V).to(tl.float32)
         _put(du, d, size, width, V, C, BLOCK_V)
@@ -188,14 +188,14 @@ def _dstates_kernel(
             keep = tl.where(passes, keep, 0.0)
         state *= keep
         read = _tile(w, size, K, K, C, BLOCK_K)
-        state = tl.dot(tl.trans(read), -d.to(kind), state, input_precision="ieee")
+        state = tl.dot(tl.trans(read), -d.to(kind), state, input_precision="tf32x3")
         if QUERIES:
             since = tl.exp(tl.where(enters, s, float("-inf"))) * scale
             since *= tl.load(q_lengths + token, mask=there, other=0.0)
             queries = _tile(q, size, K, q_token, C, BLOCK_K).to(tl.float32)
             queries = (queries * since[:, None]).to(kind)
             dout = _tile(do, size, width, do_token, C, BLOCK_V).to(kind)
-            state = tl.dot(tl.trans(queries), dout, state, input_precision="ieee")
+            state = tl.dot(tl.trans(queries), dout, state, input_precision="tf32x3")
         k -= C * k_token
         q -= C * q_token
         do -= C * do_token
@@ -266,76 +266,88 @@ def _keys_kernel(
     there = token < size
     gate = (b * T + start + token) * N + n
     strength = tl.load(beta + gate, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sums + here + token, mask=there, other=0.0)
+    decay = _decays(s, run, C)
+    k += b * k_row + start * k_token + (n // SHARED) * k_head
+    length = tl.load(lengths + here + token, mask=there, other=0.0)
+    keys = _tile(k, size, K, k_token, C, BLOCK_K).to(tl.float32)
+    keys = (keys * length[:, None]).to(kind)
     T_CC = _tile(solved + here * C, size, C, C, C, C)
+
     v += b * v_row + start * v_token + n * v_head
-    do += b * do_row + start * do_token + n * do_head
     dv += ((b * T + start) * N + n) * V
-    of_chunk = (head * J + j) * K * V
-    dscores = tl.zeros([C, C], tl.float32)
     dA = tl.zeros([C, C], tl.float32)
-    of_read = tl.zeros([C, BLOCK_K], tl.float32)
-    d = tl.zeros([C, BLOCK_K], tl.float32)
     dstrength = tl.zeros([C], tl.float32)
-    passed = tl.zeros([BLOCK_K], tl.float32)
     for p in range(0, V, BLOCK_V):
-        written = _tile(u + here * V + p, size, V - p, V, C, BLOCK_V)
         dwritten = _tile(du + here * V + p, size, V - p, V, C, BLOCK_V)
-        dx = tl.dot(tl.trans(T_CC), dwritten, input_precision="ieee")
+        dx = tl.dot(tl.trans(T_CC), dwritten, input_precision="tf32x3")
         values = _tile(v + p, size, V - p, v_token, C, BLOCK_V).to(tl.float32)
         dstrength += tl.sum(dx * values, 1)
         _put(dv + p, dx * strength[:, None], size, V - p, N * V, C, BLOCK_V)
-        dA = tl.dot(-dx.to(kind), tl.trans(written), dA, input_precision="ieee")
-        state = _tile(states + of_chunk + p, K, V - p, V, BLOCK_K, BLOCK_V)
-        of_read = tl.dot(dwritten, tl.trans(state), of_read, input_precision="ieee")
-        dstate = _tile(dstates + of_chunk + p, K, V - p, V, BLOCK_K, BLOCK_V)
-        d = tl.dot(written, tl.trans(dstate), d, input_precision="ieee")
-        passed += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-        if QUERIES:
-            dout = _tile(do + p, size, V - p, do_token, C, BLOCK_V).to(kind)
-            dscores = tl.dot(dout, tl.trans(written), dscores, input_precision="ieee")
-
-    s = tl.load(sums + here + token, mask=there, other=0.0)
-    k += b * k_row + start * k_token + (n // SHARED) * k_head
-    length = tl.load(lengths + here + token, mask=there, other=0.0)
-    unit = _tile(k, size, K, k_token, C, BLOCK_K).to(tl.float32) * length[:, None]
-    keys = unit.to(kind)
-    # Of the log decay of the whole chunk, to which the state behind it is proportional.
-    total = tl.load(sums + here + size - 1)
-    ends = tl.sum(passed, 0) * tl.exp(total)
-    if PACKED:
-        row = runs + b * T + j * C
-        passes = tl.load(row + size - 1) == tl.load(row + tl.where(j > 0, -1, 0))
-        ends = tl.where(passes, ends, 0.0)
-    d *= tl.exp(tl.where(leaves, total - s, float("-inf")))[:, None]
-    column = tl.sum(unit * d, 1)
-    of_sums = tl.where(token == size - 1, ends + tl.sum(column, 0), 0.0) - column
-
-    of_read = -tl.dot(tl.trans(T_CC), of_read.to(kind), input_precision="ieee")
-    of_read *= tl.exp(tl.where(enters, s, float("-inf")))[:, None]
-    along = tl.sum(unit * of_read, 1)
-    dstrength += along
-    of_sums += along * strength
-    d += of_read * strength[:, None]
-
-    decay = _decays(s, run, C)
-    dA = tl.where(token[None, :] < token[:, None], dA * decay, 0.0)
-    pairs = dA * tl.dot(keys, tl.trans(keys), input_precision="ieee")
+        written = _tile(u + here * V + p, size, V - p, V, C, BLOCK_V)
+        dA = tl.dot(dx.to(kind), tl.trans(written), dA, input_precision="tf32x3")
+    dA = tl.where(token[None, :] < token[:, None], -dA * decay, 0.0)
+    pairs = dA * tl.dot(keys, tl.trans(keys), input_precision="tf32x3")
     dstrength += tl.sum(pairs, 1)
     pairs *= strength[:, None]
-    of_sums += tl.sum(pairs, 1) - tl.sum(pairs, 0)
+    of_sums = tl.sum(pairs, 1) - tl.sum(pairs, 0)
     erased = (dA * strength[:, None]).to(kind)
-    d = tl.dot(erased, keys, d, input_precision="ieee")
-    d = tl.dot(tl.trans(erased), keys, d, input_precision="ieee")
+    d = tl.dot(erased, keys, input_precision="tf32x3")
+    d = tl.dot(tl.trans(erased), keys, d, input_precision="tf32x3")
+
     if QUERIES:
+        do += b * do_row + start * do_token + n * do_head
+        dscores = tl.zeros([C, C], tl.float32)
+        for p in range(0, V, BLOCK_V):
+            dout = _tile(do + p, size, V - p, do_token, C, BLOCK_V).to(kind)
+            written = _tile(u + here * V + p, size, V - p, V, C, BLOCK_V)
+            dscores = tl.dot(dout, tl.trans(written), dscores, input_precision="tf32x3")
         q += b * q_row + start * q_token + (n // SHARED) * q_head
         q_length = tl.load(q_lengths + here + token, mask=there, other=0.0) * scale
         queries = _tile(q, size, K, q_token, C, BLOCK_K).to(tl.float32)
         queries = (queries * q_length[:, None]).to(kind)
         dscores = tl.trans((dscores * decay).to(kind))
-        of_scores = tl.dot(dscores, queries, input_precision="ieee")
+        of_scores = tl.dot(dscores, queries, input_precision="tf32x3")
         of_sums += tl.load(dsums + here + token, mask=there, other=0.0)
         of_sums -= tl.sum(keys.to(tl.float32) * of_scores, 1)  # rounded, as in the rows' sums
         d += of_scores
+
+    of_chunk = (head * J + j) * K * V
+    of_read = tl.zeros([C, BLOCK_K], tl.float32)
+    for p in range(0, V, BLOCK_V):
+        dwritten = _tile(du + here * V + p, size, V - p, V, C, BLOCK_V)
+        state = _tile(states + of_chunk + p, K, V - p, V, BLOCK_K, BLOCK_V)
+        of_read = tl.dot(dwritten, tl.trans(state), of_read, input_precision="tf32x3")
+    of_read = -tl.dot(tl.trans(T_CC), of_read.to(kind), input_precision="tf32x3")
+    of_read *= tl.exp(tl.where(enters, s, float("-inf")))[:, None]
+    column = tl.sum(keys.to(tl.float32) * of_read, 1)
+    dstrength += column
+    of_sums += column * strength
+    d += of_read * strength[:, None]
+
+    of_kept = tl.zeros([C, BLOCK_K], tl.float32)
+    passed = tl.zeros([BLOCK_K], tl.float32)
+    for p in range(0, V, BLOCK_V):
+        written = _tile(u + here * V + p, size, V - p, V, C, BLOCK_V)
+        state = _tile(states + of_chunk + p, K, V - p, V, BLOCK_K, BLOCK_V)
+        dstate = _tile(dstates + of_chunk + p, K, V - p, V, BLOCK_K, BLOCK_V)
+        of_kept = tl.dot(written, tl.trans(dstate), of_kept, input_precision="tf32x3")
+        passed += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+    total = tl.load(sums + here + size - 1)
+    of_kept *= tl.exp(tl.where(leaves, total - s, float("-inf")))[:, None]
+    column = tl.sum(keys.to(tl.float32) * of_kept, 1)
+    d += of_kept
+    # The log decay of the whole chunk: the state behind it is proportional to its exp.
+    ends = tl.sum(passed, 0) * tl.exp(total)
+    if PACKED:
+        row = runs + b * T + j * C
+        passes = tl.load(row + size - 1) == tl.load(row + tl.where(j > 0, -1, 0))
+        ends = tl.where(passes, ends, 0.0)
+    at_end = token == size - 1
+    column_sum = tl.sum(tl.where(at_end[:, None], column[None, :], 0.0), 1)
+    of_sums += tl.where(at_end, ends, 0.0) + column_sum - column
+
+    unit = _tile(k, size, K, k_token, C, BLOCK_K).to(tl.float32) * length[:, None]
     d = _of_length(unit, d, length)
     _put(dk + ((b * T + start) * N + n) * K, d, size, K, N * K, C, BLOCK_K)
     tl.store(dbeta + gate, dstrength, mask=there)

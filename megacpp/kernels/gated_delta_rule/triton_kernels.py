@@ -132,20 +132,20 @@ def _solve_kernel(
     keys *= length[:, None]
 
     narrow = keys.to(kind)
-    A = tl.dot(narrow, tl.trans(narrow), input_precision="ieee") * _decays(s, run, C)
+    A = tl.dot(narrow, tl.trans(narrow), input_precision="tf32x3") * _decays(s, run, C)
     A = tl.where(token[None, :] < token[:, None], A * strength[:, None], 0.0)
     T_CC = _inverse(A, C).to(kind)
     if KEEP:
         _put(solved + here * C, T_CC, size, C, C, C, C)
     read = strength * tl.exp(tl.where(enters, s, float("-inf")))
-    out = tl.dot(T_CC, (keys * read[:, None]).to(kind), input_precision="ieee")
-    _put(w + here * K, out, size, K, K, C, BLOCK_K)
+    keys = tl.dot(T_CC, (keys * read[:, None]).to(kind), input_precision="tf32x3")
+    _put(w + here * K, keys, size, K, K, C, BLOCK_K)
     v += b * v_row + start * v_token + n * v_head
     for p in range(0, V, BLOCK_V):
         values = _tile(v + p, size, V - p, v_token, C, BLOCK_V).to(tl.float32)
         values = (values * strength[:, None]).to(kind)
-        out = tl.dot(T_CC, values, input_precision="ieee")
-        _put(u + here * V + p, out, size, V - p, V, C, BLOCK_V)
+        values = tl.dot(T_CC, values, input_precision="tf32x3")
+        _put(u + here * V + p, values, size, V - p, V, C, BLOCK_V)
 
 
 @triton.jit
@@ -202,7 +202,7 @@ def _states_kernel(
             states += K * V
         read = _tile(w, size, K, K, C, BLOCK_K)
         own = _tile(u, size, width, V, C, BLOCK_V).to(tl.float32)
-        own -= tl.dot(read, state.to(kind), input_precision="ieee")
+        own -= tl.dot(read, state.to(kind), input_precision="tf32x3")
         _put(u, own, size, width, V, C, BLOCK_V)
         total = tl.load(sums + size - 1)
         s = tl.load(sums + token, mask=there, other=0.0)
@@ -214,7 +214,7 @@ def _states_kernel(
         if PACKED:
             passes = tl.load(row + size - 1) == tl.load(row + tl.where(j > 0, -1, 0))
             keep = tl.where(passes, keep, 0.0)
-        state = tl.dot(tl.trans(keys), own.to(kind), state * keep, input_precision="ieee")
+        state = tl.dot(tl.trans(keys), own.to(kind), state * keep, input_precision="tf32x3")
         k += C * k_token
         w += C * K
         u += C * V
@@ -268,14 +268,14 @@ def _outputs_kernel(
     length = tl.load(lengths + here + token, mask=there, other=0.0)
     keys = _tile(k, size, K, k_token, C, BLOCK_K).to(tl.float32)
     keys = (keys * length[:, None]).to(kind)
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * _decays(s, run, C)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3") * _decays(s, run, C)
     scores = scores.to(kind)
     since = tl.exp(tl.where(enters, s, float("-inf")))[:, None]
     states += (head * J + j) * K * V
     o += ((b * T + start) * N + n) * V
     for p in range(0, V, BLOCK_V):
         state = _tile(states + p, K, V - p, V, BLOCK_K, BLOCK_V)
-        out = tl.dot(queries, state, input_precision="ieee") * since
+        out = tl.dot(queries, state, input_precision="tf32x3") * since
         written = _tile(u + here * V + p, size, V - p, V, C, BLOCK_V)
-        out = tl.dot(scores, written, out, input_precision="ieee")
+        out = tl.dot(scores, written, out, input_precision="tf32x3")
         _put(o + p, out, size, V - p, N * V, C, BLOCK_V)

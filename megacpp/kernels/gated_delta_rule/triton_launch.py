@@ -269,7 +269,7 @@ class Rule:
         _, _, N, V, K = self.sizes
         blocks = {"BLOCK_K": _padded(K), "BLOCK_V": min(COLUMNS, _padded(V))}
         sizes = {"K": K, "V": V, "C": self.plan.chunk, "SHARED": N // self.k.shape[2]}
-        small = self.v.element_size() == 2 and K <= 64
+        small = self.v.element_size() == 2 and K <= 64 and self.plan.chunk <= 32
         packed = self.plan.runs_BT is not None
         return blocks | sizes | {"PACKED": packed, "num_warps": 4 if small else 8}
 
