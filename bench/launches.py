@@ -70,7 +70,8 @@ CASES = (
     ("M", "mamba3", "triton"),
     ("R", "m2rnn", "torch"),
     ("R", "m2rnn", "triton"),
-    ("G", "", ""),
+    ("G", "gated_delta_rule", "torch"),
+    ("G", "gated_delta_rule", "triton"),
     ("head", "cross_entropy", "torch"),
     ("head", "cross_entropy", "triton"),
 )

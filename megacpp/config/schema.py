@@ -326,7 +326,7 @@ class KernelsConfig:
     m2rnn: Literal["auto", "triton", "torch", "reference"] = setting(
         "auto", "Backend of M2RNN's recurrence (auto: the first that can run here)."
     )
-    gated_delta_rule: Literal["auto", "fla", "torch", "reference"] = setting(
+    gated_delta_rule: Literal["auto", "fla", "triton", "torch", "reference"] = setting(
         "auto", "Backend of Gated DeltaNet's scan (auto: the first that can run here)."
     )
     short_conv: Literal["auto", "triton", "torch", "reference"] = setting(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from megacpp.config.schema import Config, KernelsConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.kernels.attention.support import flex, merged, varlen, varlen_padded
-from megacpp.kernels.gated_delta_rule.support import fla
+from megacpp.kernels.gated_delta_rule.support import delta_rule_triton, fla
 from megacpp.kernels.host import Host, installed
 from megacpp.kernels.m2rnn.support import m2rnn_triton
 from megacpp.kernels.mamba3.support import mamba3_mimo, mamba3_siso, mamba3_triton, mimo_cost
@@ -146,6 +146,7 @@ OPERATIONS: dict[str, Operation] = {
         "G",
         (
             Backend("fla", "the Triton kernels of flash-linear-attention", fla),
+            Backend("triton", "a program for each chunk and head", delta_rule_triton),
             Backend("torch", "matrix products and a triangular solve, chunk by chunk", always),
             _definition("one token after another under autograd"),
         ),

@@ -36,6 +36,7 @@ TRACED = {
     "attention": ("varlen", "varlen_padded", "flex", "merged"),
     "mamba3": ("mamba_ssm", "tilelang", "triton"),
     "m2rnn": ("triton",),
+    "gated_delta_rule": ("triton",),
     "short_conv": ("triton",),
     "gates": ("triton",),
     "experts": ("triton",),

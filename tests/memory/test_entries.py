@@ -76,6 +76,7 @@ ENTRIES: dict[str, tuple[int, str, str, str]] = {
     "kernels.attention": (1, f"{GPU} AFF", "varlen", "torch"),
     "kernels.mamba3": (1, f"{GPU} MFF --data.seq-len 256", "mamba_ssm", "torch"),
     "kernels.m2rnn": (1, f"{GPU} RFF", "triton", "torch"),
+    "kernels.gated-delta-rule": (1, f"{GPU} GFF", "triton", "torch"),
     "kernels.short-conv": (1, f"{GPU} MFF --model.mamba3.conv-kernel 64", "triton", "torch"),
     "kernels.gates": (1, f"{GPU} RFF", "triton", "torch"),
     "kernels.experts": (1, f"{GPU} EFF", "triton", "torch"),
@@ -108,7 +109,6 @@ IGNORED = {
     "precision.fp8-ends": "leaves kinds out; layers of a kind are estimated alike",
     "precision.fp8-recipe": "is what has a scale; tensors in FP8 are as many",
     "precision.fp8-all-gather": "is estimated as without it, which is more",
-    "kernels.gated-delta-rule": "has a library's kernel without a stand-in: torch's is counted",
     "model.attention.sparse.loss": "is a weight",
 }
 

@@ -36,6 +36,7 @@ NEVER = (
     "megacpp.kernels.experts.triton_router_kernels",
     "megacpp.kernels.experts.triton_rows",
     "megacpp.kernels.gated_delta_rule.library",
+    "megacpp.kernels.gated_delta_rule.triton",
     "megacpp.kernels.m2rnn.triton",
     "megacpp.kernels.m2rnn.triton_sums",
     "megacpp.kernels.mamba3.library",

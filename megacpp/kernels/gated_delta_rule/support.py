@@ -1,10 +1,10 @@
-"""Reasons why flash-linear-attention can't do the gated delta rule; no torch import here."""
+"""Reasons why Triton kernels can't do the gated delta rule; no torch import here."""
 
 from __future__ import annotations
 
 from megacpp.config.schema import Config
 from megacpp.kernels.host import Host
-from megacpp.kernels.support import dotted, old_gpu, version
+from megacpp.kernels.support import dotted, old_gpu, triton_in_fp32, version
 
 PACKAGE = "flash-linear-attention"
 OLDEST = (0, 6)  # the release that megacpp/kernels/gated_delta_rule/library.py was written for
@@ -12,6 +12,7 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
 WRONG_ON_HOPPER = (3, 4), (3, 7)  # of triton: fla-org/flash-linear-attention#640
 MOST_KEY_DIM = 256
 CHUNKS = (16, 32, 64)
+MOST_OF_OURS = 128  # dims of a key whose tiles a program's registers hold
 
 
 def fla(config: Config, host: Host) -> str | None:
@@ -38,3 +39,11 @@ def fla(config: Config, host: Host) -> str | None:
     if g.chunk_size not in CHUNKS:
         return f"takes chunks of 16, 32 or 64 tokens (chunk_size={g.chunk_size})"
     return None
+
+
+def delta_rule_triton(config: Config, host: Host) -> str | None:
+    """Return why our own Triton kernels can't run; None: they can."""
+    key_dim = config.model.gated_deltanet.key_dim
+    if key_dim > MOST_OF_OURS:
+        return f"takes keys of up to {MOST_OF_OURS} dims (key_dim={key_dim})"
+    return triton_in_fp32(config, host)
