@@ -27,6 +27,7 @@ def gated_ranks(
     mimo_o_HRP: Tensor | None,
     norm_eps: float,
     dtype: torch.dtype,
+    backend: str = "torch",
 ) -> Tensor:
     """Return the sum over ranks of norm(y) silu(z mimo_z) mimo_o, `[B, T, H, P]` in `dtype`.
 
@@ -41,7 +42,11 @@ def gated_ranks(
         mimo_o_HRP: output weights of the ranks.
         norm_eps: added to the mean square.
         dtype: of the result.
+        backend: of `gates` (megacpp/kernels/selection.py); Triton's has a norm, a gate and no more.
     """
+    alone = mimo_z_HRP is None and mimo_o_HRP is None and y_BTHRP.shape[1] > 1
+    if alone and z_BTHP is not None and norm_HP is not None and by_triton(backend, z_BTHP[..., 0]):
+        return in_triton("gated_norm", (norm_eps, dtype), y_BTHRP.squeeze(3), z_BTHP, norm_HP)
     return _GatedRanks.apply(  # type: ignore[return-value]
         y_BTHRP, z_BTHP, norm_HP, mimo_z_HRP, mimo_o_HRP, norm_eps, dtype
     )

@@ -260,3 +260,82 @@ def _residual_backward_kernel(
         tl.store(dg + place, (d * total * slope).to(dg.dtype.element_ty), mask=inside)
         dskip += tl.where(inside, dtotal * values, 0.0)
     tl.store(part + program * N + column, tl.sum(dskip, 0), mask=column < N)
+
+
+@triton.jit
+def _norm_kernel(
+    x,
+    z,
+    weight,
+    out,
+    tokens,
+    T,
+    row_stride,
+    token_stride,
+    weight_stride,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Write norm(x) silu(z) of one head; x and out are contiguous."""
+    token, column = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK)
+    h = tl.program_id(1)
+    inside = (token < tokens)[:, None] & (column < N)[None, :]
+    place = (token.to(tl.int64) * tl.num_programs(1) + h)[:, None] * N + column[None, :]
+    start = (token // T).to(tl.int64) * row_stride + (token % T).to(tl.int64) * token_stride
+    scale = tl.load(weight + h * weight_stride + column, mask=column < N, other=0.0).to(tl.float32)
+    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(z + (start + h * N)[:, None] + column[None, :], mask=inside, other=0.0)
+    gate = gate.to(tl.float32)
+    values *= (1.0 / tl.sqrt(tl.sum(values * values, 1) / N + eps))[:, None]
+    result = values * scale[None, :] * gate * _sigmoid(gate)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    dout,
+    x,
+    z,
+    weight,
+    dx,
+    dz,
+    part,
+    tokens,
+    T,
+    row_stride,
+    token_stride,
+    weight_stride,
+    eps,
+    programs,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Write gradients of x and z of one head, and parts of that of the weight; all contiguous."""
+    program, h, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    column = tl.arange(0, BLOCK)
+    scale = tl.load(weight + h * weight_stride + column, mask=column < N, other=0.0).to(tl.float32)
+    dscale = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for block in range(program, tl.cdiv(tokens, TOKENS), programs):
+        token = block * TOKENS + tl.arange(0, TOKENS)
+        inside = (token < tokens)[:, None] & (column < N)[None, :]
+        place = (token.to(tl.int64) * heads + h)[:, None] * N + column[None, :]
+        start = (token // T).to(tl.int64) * row_stride + (token % T).to(tl.int64) * token_stride
+        values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(z + (start + h * N)[:, None] + column[None, :], mask=inside, other=0.0)
+        gate = gate.to(tl.float32)
+        d = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+        one_over_rms = (1.0 / tl.sqrt(tl.sum(values * values, 1) / N + eps))[:, None]
+        normed = values * one_over_rms
+        sigmoid = _sigmoid(gate)
+        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        dgate = d * normed * scale[None, :] * slope
+        tl.store(dz + place, dgate.to(dz.dtype.element_ty), mask=inside)
+        d *= gate * sigmoid
+        dscale += tl.where(inside, d * normed, 0.0)
+        d *= scale[None, :]
+        d = one_over_rms * (d - normed * (tl.sum(d * normed, 1) / N)[:, None])
+        tl.store(dx + place, d.to(dx.dtype.element_ty), mask=inside)
+    tl.store(part + (program * heads + h) * N + column, tl.sum(dscale, 0), mask=column < N)

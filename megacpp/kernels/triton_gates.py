@@ -3,6 +3,7 @@
     decay_log = -exp(A_log) softplus(x + bias)                  M2RNN takes its exp
     step = softplus(dt + bias), rate = -max(positive(a), floor), ADT = rate step       Mamba-3
     gated = (y + v D) silu(g)                                   M2RNN
+    gated = norm(x) silu(z)                                     Gated DeltaNet
 
 Numbers inside are fp32, and results are rounded once. Only inputs are kept. A program of a backward
 takes every PROGRAMS-th block of tokens and adds up its part of a weight's gradient, so that sums
@@ -24,6 +25,8 @@ from megacpp.kernels.strides import side_by_side
 from megacpp.kernels.triton_gate_kernels import (
     _decay_backward_kernel,
     _decay_kernel,
+    _norm_backward_kernel,
+    _norm_kernel,
     _residual_backward_kernel,
     _residual_kernel,
     _steps_backward_kernel,
@@ -179,6 +182,55 @@ def gated_residual_backward(
     return dy.view(y_NV.shape), dv.view(v_NV.shape), dD_NV, dg
 
 
+def gated_norm(
+    x_BTHP: Tensor, z_BTHP: Tensor, weight_HP: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """Return norm(x) silu(z) in `dtype`, `[B, T, H, P]`; the norm is RMSNorm over P.
+
+    Args:
+        x_BTHP: outputs of heads.
+        z_BTHP: gate.
+        weight_HP: of the norm; heads may share one in memory.
+        eps: added to the mean square.
+        dtype: of the result.
+    """
+    out_BTHP = torch.empty(x_BTHP.shape, dtype=dtype, device=x_BTHP.device)
+    z_BTX, weight_HP = side_by_side(z_BTHP.flatten(2)), side_by_side(weight_HP)
+    how = _head_tile(x_BTHP)
+    given = x_BTHP.contiguous(), z_BTX, weight_HP, out_BTHP, *_places(z_BTX)
+    grid = -(-given[4] // how["TOKENS"]), len(weight_HP)
+    _by_head(_norm_kernel, grid, *given, weight_HP.stride(0), eps, **how)
+    return out_BTHP
+
+
+def gated_norm_backward(
+    dout_BTHP: Tensor,
+    x_BTHP: Tensor,
+    z_BTHP: Tensor,
+    weight_HP: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, z and the weight.
+
+    Args:
+        dout_BTHP: gradient of the result.
+        x_BTHP: outputs of heads.
+        z_BTHP: gate.
+        weight_HP: of the norm.
+        eps: added to the mean square.
+        dtype: of the result.
+    """
+    dx, dz = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (x_BTHP, z_BTHP))
+    part_PHP = dx.new_empty(PROGRAMS, *weight_HP.shape, dtype=torch.float32)
+    z_BTX, weight_HP = side_by_side(z_BTHP.flatten(2)), side_by_side(weight_HP)
+    given = x_BTHP.contiguous(), z_BTX, weight_HP, dx, dz, part_PHP, *_places(z_BTX)
+    places = weight_HP.stride(0), eps, PROGRAMS
+    how, grid = _head_tile(x_BTHP), (PROGRAMS, len(weight_HP))
+    _by_head(_norm_backward_kernel, grid, dout_BTHP.contiguous(), *given, *places, **how)
+    return dx, dz, part_PHP.sum(0, dtype=weight_HP.dtype)
+
+
 def hidden(gate: Tensor, up: Tensor | None) -> Tensor:
     """Return silu(gate) * up, or relu(gate)^2 without `up`, by the kernel of the experts' units.
 
@@ -212,6 +264,19 @@ def _launch(kernel: Any, programs: int, x: Tensor, *given: Any, **constants: Any
         return
     with torch.cuda.device_of(x):  # Triton launches on the current device
         kernel[(programs, -(-constants["N"] // constants["BLOCK"]))](x, *given, **constants)
+
+
+def _by_head(kernel: Any, grid: tuple[int, int], x: Tensor, *given: Any, **constants: Any) -> None:
+    if 0 in grid:
+        return
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        kernel[grid](x, *given, **constants)
+
+
+def _head_tile(x_BTHP: Tensor) -> dict[str, int]:
+    """Return the constants of a launch that takes one head at a time."""
+    block = 1 << (x_BTHP.shape[-1] - 1).bit_length()
+    return {"N": x_BTHP.shape[-1], "BLOCK": block, "TOKENS": max(1, TILE // block)}
 
 
 def _alike(a_BTN: Tensor, b_BTN: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megacpp.kernels import triton_gates
 from megacpp.kernels.gated_linear import gated, gated_linear
-from megacpp.kernels.recurrent_gates import decay, gated_residual, steps
+from megacpp.kernels.recurrent_gates import decay, gated_ranks, gated_residual, steps
 from tests.model.triton_interpreter import mend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -105,6 +105,22 @@ def test_residual(width: int, dtype: torch.dtype) -> None:
     y, v = (noise(2, 13, width // 5, 5, seed=i).to(dtype) for i in range(2))
     D, g = noise(width // 5, 5, seed=2).float(), noise(2, 13, width // 5 * 5, seed=3, size=5.0)
     check(gated_residual, [y, v, D, apart(g.to(dtype))])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
+def test_norm_and_gate(shared: bool, width: int, dtype: torch.dtype) -> None:
+    """One weight for all heads, and one of each."""
+    x, z = noise(2, 13, 3, 1, width), noise(2, 13, 3 * width, seed=1, size=5.0)
+    weight = noise(width, seed=2).float() if shared else noise(3, width, seed=2).float()
+
+    def gate(x: Tensor, z: Tensor, weight: Tensor, backend: str) -> Tensor:
+        z, weight = z.unflatten(-1, (3, width)), weight.expand(3, -1)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return gated_ranks(x, z, weight, None, None, 1e-5, wide, backend)
+
+    check(gate, [x.to(dtype), apart(z.to(dtype)), weight])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -25,11 +25,11 @@ def test_compiles_without_a_gpu(width: int, capability: int) -> None:
     from megacpp.kernels.triton_gates import _tile
 
     fixed = _tile(torch.empty(1, 8, width)) | {"FACTOR": True, "SOFTPLUS": False}
-    narrow = ("x", "dt", "a", "y", "v", "g", "dx", "ddt", "da", "dy", "dv", "dg")
-    wide = ("A_log", "bias", "D", "out", "dout", "adt", "dadt", "step", "dstep", "part")
-    kinds = dict.fromkeys(narrow, "*bf16") | dict.fromkeys(wide, "*fp32") | {"floor": "fp32"}
+    narrow = ("x", "dt", "a", "y", "v", "g", "z", "dx", "dz", "ddt", "da", "dy", "dv", "dg")
+    wide = ("A_log", "bias", "D", "out", "dout", "adt", "dadt", "step", "dstep", "part", "weight")
+    kinds = dict.fromkeys(narrow, "*bf16") | dict.fromkeys(wide, "*fp32") | {"floor": "fp32", "eps": "fp32"}
     found = [kernel for name, kernel in vars(kernels).items() if name.endswith("_kernel")]
-    assert len(found) == 6
+    assert len(found) == 8
     for kernel in found:
         made = compiled(kernel, kinds, fixed, capability, {"num_warps": 4}, other="i32")
         assert made.asm["cubin"] and made.metadata.shared < 32768

@@ -157,9 +157,10 @@ class GatedDeltaNet(Fp32Contract):
 
     def _output(self, o_BTNV: Tensor, z_BTX: Tensor | None) -> Tensor:
         """Norm each head, gate it, and project it to the stream."""
+        how = {"norm_eps": self.norm.eps, "dtype": o_BTNV.dtype, "backend": self.kernels.gates}
         gated_BTNV = self.recompute(
             "conv_bc",
-            partial(gated_ranks, norm_eps=self.norm.eps, dtype=o_BTNV.dtype),
+            partial(gated_ranks, **how),
             o_BTNV[..., None, :],
             None if z_BTX is None else z_BTX.unflatten(-1, (-1, self.delta.value_dim)),
             self.norm.weight.expand(o_BTNV.shape[2], -1),
