@@ -180,3 +180,82 @@ def test_narrow_numbers(dtype: torch.dtype, chunk: int) -> None:
     ids = torch.arange(3).repeat_interleave(torch.tensor([20, 45, 5]))
     docs = Documents.from_ids(ids.expand(2, -1))
     check(docs, inputs, limit=8 * torch.finfo(dtype).eps, chunk=chunk)
+
+
+def run(inputs: Sequence[Tensor], docs: Documents, dout: Tensor | None = None) -> list[Tensor]:
+    """Output, state and every gradient of an output's functional."""
+    docs = docs.to(DEVICE)
+    out, state = gated_delta_rule(*inputs[:5], docs, inputs[5], CHUNK, backend="triton")
+    dout = torch.ones_like(out) if dout is None else dout
+    return [out, state, *torch.autograd.grad(out, inputs, dout)]
+
+
+def test_tensors_that_lie_apart() -> None:
+    """Parts of a wider projection, heads in front of tokens, and a gradient likewise."""
+    inputs = [x.detach() for x in leaves(heads=2)]
+
+    def apart(x: Tensor) -> Tensor:
+        return torch.cat([x, x], -1)[..., : x.shape[-1]]
+
+    def behind(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    q, k, v, g, beta, initial = inputs
+    lies = [apart(q), apart(k), behind(v), behind(g), behind(beta), behind(initial)]
+    dout = torch.cos(torch.arange(v.numel(), device=DEVICE)).view(v.shape)
+    found = []
+    for given, d in ((inputs, dout), (lies, apart(dout))):
+        found.append(run([x.requires_grad_() for x in given], DOCS["packed"], d))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_documents_see_nothing_of_each_other() -> None:
+    """Numbers of a document are the same bits whatever is in front of it or behind it."""
+    middle, found = slice(3, 33), []  # of the first row
+    for seed in range(2):
+        torch.manual_seed(seed)
+        given = [x.detach().clone() for x in leaves()]
+        for x in given[:5]:
+            for other in (slice(0, 3), slice(33, TOKENS)):
+                x[0, other] *= 0.5 + torch.rand(x[0, other].shape, device=DEVICE)
+        given = [x.requires_grad_() for x in given]
+        docs = DOCS["packed"].to(DEVICE)
+        out, _ = gated_delta_rule(*given[:5], docs, given[5], CHUNK, backend="triton")
+        grads = torch.autograd.grad(out[0, middle].sum(), given)
+        assert not grads[5].any()
+        found.append([out[0, middle], *(x[0, middle] for x in grads[:5])])
+        for x in grads[:5]:
+            assert not x[0, :3].any() and not x[0, 33:].any()
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_folded_segments_are_the_row() -> None:
+    """Every segment is scanned from the state that the summaries on its left fold into."""
+    ids = torch.arange(2).repeat_interleave(torch.tensor([30, 18])).expand(2, -1)
+    inputs, docs = leaves(tokens=48, key=5)[:5], Documents.from_ids(ids).to(DEVICE)
+    want = gated_delta_rule(*inputs, docs, None, CHUNK, backend="triton")
+    spans = [torch.arange(s, s + 24, device=DEVICE) for s in (0, 24)]
+    parts, of_parts = [[x[:, s] for x in inputs] for s in spans], [docs.take(s) for s in spans]
+    how = {"chunk_size": CHUNK, "backend": "triton"}
+    summaries = [summarize(*x[1:], d, **how) for x, d in zip(parts, of_parts, strict=True)]  # type: ignore
+    states = fold(summaries, torch.stack([~d.starts_BT.any(1) for d in of_parts]))
+    outputs = []
+    for part, d, state in zip(parts, of_parts, states[:-1], strict=True):
+        continues = (d.positions_BT[:, 0] > 0)[:, None, None, None]
+        entering = torch.where(continues, state.S_BNKV, 0.0)
+        outputs.append(gated_delta_rule(*part, d, entering, **how)[0])  # type: ignore
+    got = torch.cat(outputs, 1), states[-1].S_BNKV
+    torch.manual_seed(4)
+    douts = [torch.randn_like(y) for y in want]
+    gradients = [torch.autograd.grad(ys, inputs, douts) for ys in (got, want)]
+    pairs = zip((*got, *gradients[0]), (*want, *gradients[1]), strict=True)
+    for a, b in pairs:
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def test_results_repeat() -> None:
+    found = [run(leaves(), DOCS["packed"]) for _ in range(2)]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

@@ -15,6 +15,7 @@ def compiled(
     capability: int,
     options: Mapping[str, Any],
     other: str = "",
+    aligned: bool = False,
 ) -> Any:
     """Return a kernel that Triton compiled; skip the test without Triton.
 
@@ -25,6 +26,8 @@ def compiled(
         capability: of the GPU, 90 for 9.0.
         options: as of a launch.
         other: type of arguments in neither.
+        aligned: pointers, and strides of a row, token or head, are multiples of 16, as a launch
+            finds out.
     """
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -33,4 +36,11 @@ def compiled(
     fixed = {name: fixed[name] for name in kernel.arg_names if name in fixed}
     of = {n: "constexpr" if n in fixed else kinds.get(n, other) for n in kernel.arg_names}
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(ASTSource(kernel, of, fixed), target=target, options=dict(options))
+    strides = "_row", "_token", "_head"
+    known = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if aligned and (of[name].startswith("*") or name.endswith(strides))
+    }
+    source = ASTSource(kernel, of, fixed, known)
+    return triton.compile(source, target=target, options=dict(options))
