@@ -198,8 +198,8 @@ def gated_norm(
     z_BTX, weight_HP = side_by_side(z_BTHP.flatten(2)), side_by_side(weight_HP)
     how = _head_tile(x_BTHP)
     given = x_BTHP.contiguous(), z_BTX, weight_HP, out_BTHP, *_places(z_BTX)
-    grid = -(-given[4] // how["TOKENS"]), len(weight_HP)
-    _by_head(_norm_kernel, grid, *given, weight_HP.stride(0), eps, **how)
+    blocks = -(-x_BTHP.shape[0] * x_BTHP.shape[1] // how["TOKENS"])
+    _by_head(_norm_kernel, (blocks, len(weight_HP)), *given, weight_HP.stride(0), eps, **how)
     return out_BTHP
 
 

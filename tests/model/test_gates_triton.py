@@ -27,7 +27,11 @@ def test_compiles_without_a_gpu(width: int, capability: int) -> None:
     fixed = _tile(torch.empty(1, 8, width)) | {"FACTOR": True, "SOFTPLUS": False}
     narrow = ("x", "dt", "a", "y", "v", "g", "z", "dx", "dz", "ddt", "da", "dy", "dv", "dg")
     wide = ("A_log", "bias", "D", "out", "dout", "adt", "dadt", "step", "dstep", "part", "weight")
-    kinds = dict.fromkeys(narrow, "*bf16") | dict.fromkeys(wide, "*fp32") | {"floor": "fp32", "eps": "fp32"}
+    kinds = (
+        dict.fromkeys(narrow, "*bf16")
+        | dict.fromkeys(wide, "*fp32")
+        | {"floor": "fp32", "eps": "fp32"}
+    )
     found = [kernel for name, kernel in vars(kernels).items() if name.endswith("_kernel")]
     assert len(found) == 8
     for kernel in found:
