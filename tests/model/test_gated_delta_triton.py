@@ -42,7 +42,7 @@ def test_compiles_without_a_gpu(dtype: torch.dtype, size: int, capability: int) 
     k, v = (torch.empty(1, 128, n, size, dtype=dtype) for n in (4, 8))
     chunk = chunk_of(v, size, 64)
     chunk = min(chunk, 32) if capability == 80 else chunk
-    rule = triton_launch.Rule(triton_launch.RulePlan(chunk, runs), k, k, v, gates, gates)
+    rule = triton_launch.DeltaRule(triton_launch.DeltaRulePlan(chunk, runs), k, k, v, gates, gates)
     constants, carried = rule.constants(), rule.carried()
     every: dict[str, Any] = dict.fromkeys(("KEEP", "FIRST", "LAST", "STATES", "QUERIES"), True)
     kinds = KINDS | dict.fromkeys(NARROW, "*bf16" if dtype == torch.bfloat16 else "*fp32")

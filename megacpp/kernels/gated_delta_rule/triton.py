@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.gated_delta_rule.triton_launch import Rule, RulePlan
+from megacpp.kernels.gated_delta_rule.triton_launch import DeltaRule, DeltaRulePlan
 from megacpp.kernels.m2rnn.chunks import no_autocast
 from megacpp.kernels.strides import side_by_side
 from megacpp.model.documents import Documents
@@ -50,9 +50,9 @@ def triton_rule(
         chunk_size: most tokens of a chunk; the kernels take 16, 32 or 64 (see `chunk_of`).
     """
     assert v_BTNV.dtype != torch.float64, "the kernels compute in fp32"
-    plan = RulePlan(chunk_of(v_BTNV, k_BTHK.shape[-1], chunk_size), _runs(docs))
+    plan = DeltaRulePlan(chunk_of(v_BTNV, k_BTHK.shape[-1], chunk_size), _runs(docs))
     with no_autocast(v_BTNV):
-        return _Rule.apply(  # type: ignore[return-value]
+        return _DeltaRule.apply(  # type: ignore[return-value]
             q_BTHK, k_BTHK, v_BTNV, g_BTN, beta_BTN, initial_BNKV, plan
         )
 
@@ -77,7 +77,7 @@ def chunk_of(v_BTNV: Tensor, key_dim: int, chunk_size: int) -> int:
     return min(most, max(LEAST, 1 << (chunk_size.bit_length() - 1)))
 
 
-class _Rule(torch.autograd.Function):
+class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -87,12 +87,12 @@ class _Rule(torch.autograd.Function):
         g: Tensor,
         beta: Tensor,
         first: Tensor | None,
-        plan: RulePlan,
+        plan: DeltaRulePlan,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, g, beta, first)
         ctx.plan = plan
         ctx.set_materialize_grads(False)  # final states are rarely used
-        rule = Rule(plan, q, k, v, g, beta)
+        rule = DeltaRule(plan, q, k, v, g, beta)
         solved = rule.solve(keep=False)
         states, last = rule.states(solved, first, keep=q is not None)
         return v.new_empty(0) if q is None else rule.outputs(solved, states), last
@@ -103,7 +103,7 @@ class _Rule(torch.autograd.Function):
         q, k, v, g, beta, first = ctx.saved_tensors
         with no_autocast(v):
             do = None if q is None else do
-            rule = Rule(ctx.plan, None if do is None else q, k, v, g, beta)
+            rule = DeltaRule(ctx.plan, None if do is None else q, k, v, g, beta)
             solved = rule.solve(keep=True)
             states, _ = rule.states(solved, first, keep=True)
             queries, dout = None, rule.v

@@ -18,7 +18,7 @@ CARRIED = 32  # columns of a state that a program carries from chunk to chunk
 
 
 @dataclass(frozen=True, eq=False)
-class RulePlan:
+class DeltaRulePlan:
     """How a run goes.
 
     Attributes:
@@ -30,7 +30,7 @@ class RulePlan:
     runs_BT: Tensor | None
 
 
-class Solved(NamedTuple):
+class SolvedChunks(NamedTuple):
     """Numbers of chunks that need nothing of other chunks.
 
     Attributes:
@@ -48,7 +48,7 @@ class Solved(NamedTuple):
     u_BNTV: Tensor
 
 
-class OfQueries(NamedTuple):
+class QueryGradients(NamedTuple):
     """Results of the queries' backward.
 
     Attributes:
@@ -64,12 +64,12 @@ class OfQueries(NamedTuple):
     dsums_BNT: Tensor
 
 
-class Rule:
+class DeltaRule:
     """Launches of a run of the rule, by what they make."""
 
     def __init__(
         self,
-        plan: RulePlan,
+        plan: DeltaRulePlan,
         q: Tensor | None,
         k: Tensor,
         v: Tensor,
@@ -94,7 +94,7 @@ class Rule:
         self.chunks = -(-v.shape[1] // plan.chunk)
         self.runs = self.g if plan.runs_BT is None else plan.runs_BT
 
-    def solve(self, keep: bool) -> Solved:
+    def solve(self, keep: bool) -> SolvedChunks:
         """Return what needs nothing of other chunks.
 
         Args:
@@ -114,9 +114,11 @@ class Rule:
             *(solved, w, u, T, N, self.chunks, *self.k.stride()[:3], *self.v.stride()[:3]),
             KEEP=keep,
         )
-        return Solved(sums, lengths, solved, w, u)
+        return SolvedChunks(sums, lengths, solved, w, u)
 
-    def states(self, of: Solved, first_BNKV: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+    def states(
+        self, of: SolvedChunks, first_BNKV: Tensor | None, keep: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return the state in front of each chunk, `[B, N, J, K, V]`, and behind each row.
 
         Those in front of chunks are in the dtype of v. U takes the place of Y.
@@ -143,7 +145,7 @@ class Rule:
         )
         return states, last
 
-    def outputs(self, of: Solved, states_BNJKV: Tensor) -> Tensor:
+    def outputs(self, of: SolvedChunks, states_BNJKV: Tensor) -> Tensor:
         """Return the outputs `[B, T, N, V]`.
 
         Args:
@@ -163,7 +165,7 @@ class Rule:
         )
         return o_BTNV
 
-    def of_queries(self, of: Solved, states_BNJKV: Tensor, do_BTNV: Tensor) -> OfQueries:
+    def of_queries(self, of: SolvedChunks, states_BNJKV: Tensor, do_BTNV: Tensor) -> QueryGradients:
         """Return the gradients that need none of later chunks.
 
         Args:
@@ -183,12 +185,12 @@ class Rule:
             *(states_BNJKV, dq, du, lengths, dsums, T, N, self.chunks, self._scale()),
             *(*do_BTNV.stride()[:3], *self.q.stride()[:3], *self.k.stride()[:3]),
         )
-        return OfQueries(dq, du, lengths, dsums)
+        return QueryGradients(dq, du, lengths, dsums)
 
     def dstates(
         self,
-        of: Solved,
-        queries: OfQueries | None,
+        of: SolvedChunks,
+        queries: QueryGradients | None,
         do_BTNV: Tensor,
         dlast_BNKV: Tensor | None,
         first: bool,
@@ -226,8 +228,8 @@ class Rule:
 
     def of_keys(
         self,
-        of: Solved,
-        queries: OfQueries | None,
+        of: SolvedChunks,
+        queries: QueryGradients | None,
         states_BNJKV: Tensor,
         dstates_BNJKV: Tensor,
         du_BNTV: Tensor,
