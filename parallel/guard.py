@@ -9,8 +9,7 @@ travel with the gradient norm, so that nothing waits that wouldn't wait anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +49,7 @@ class NonFiniteGuard:
         self.names = [name for name, _ in (*units, *self.loose)]
         self.counts = torch.zeros(len(self.names), dtype=torch.int64, device=world.device)
         for number, (_, unit) in enumerate(units):
-            unit.set_custom_reduce_scatter(_cleaning_first(partial(self.clean, number)))
+            unit.set_custom_reduce_scatter(_guarded(self, number))
 
     @property
     def total(self) -> Tensor:
@@ -95,13 +94,10 @@ class NonFiniteGuard:
         return {n: c for n, c in zip(self.names, self.counts.tolist(), strict=True) if c}
 
 
-def _cleaning_first(clean: Callable[[Tensor], None]) -> Any:
+def _guarded(guard: NonFiniteGuard, number: int) -> Any:
     """Return a reduce-scatter for `set_custom_reduce_scatter` that cleans its flat input first.
 
     The input is in the dtype of the reduction and belongs to FSDP2, which drops it afterwards.
-
-    Args:
-        clean: changes a tensor of any shape in place.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
@@ -114,7 +110,7 @@ def _cleaning_first(clean: Callable[[Tensor], None]) -> Any:
             op: Any,
             async_op: bool = False,
         ) -> Any:
-            clean(input_tensor)
+            guard.clean(number, input_tensor)
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
     return Guarded()

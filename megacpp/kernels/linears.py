@@ -46,15 +46,19 @@ def linears(
 
 
 def products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Return `F.linear(x, w)` of each weight; under autocast no copy of a weight is saved.
+    """Return `F.linear(x, w)` of each weight.
+
+    Where autocast casts weights it remembers the copies, so there each product is made by itself.
 
     Args:
         x: `[..., D]`.
         weights: each `[O, D]`.
     """
-    if len(weights) == 1 or torch.compiler.is_compiling():
+    dtype = autocast_dtype(x)
+    casts = any(weight.dtype != (dtype or weight.dtype) for weight in weights)
+    if len(weights) == 1 or casts or torch.compiler.is_compiling():
         return tuple(F.linear(x, weight) for weight in weights)
-    return _Products.apply(x, *weights, autocast_dtype(x))  # type: ignore[return-value]
+    return _Products.apply(x, *weights, dtype)  # type: ignore[return-value]
 
 
 def wide_linear(x_TD: Tensor, weight_ED: Tensor, backend: str = "torch") -> Tensor:
@@ -91,8 +95,8 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
         *weights, ctx.dtype = given
         ctx.save_for_backward(x, *weights)
-        narrow = cast(x, ctx.dtype)
-        return tuple(F.linear(narrow, cast(weight, ctx.dtype)) for weight in weights)
+        given = cast(x, ctx.dtype)
+        return tuple(F.linear(given, weight) for weight in weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -104,9 +108,8 @@ class _Products(torch.autograd.Function):
         dx, dw = None, []
         for dy, weight, need_w in zip(rows, weights, needed, strict=True):
             if need_x:
-                given = dy, cast(weight, ctx.dtype)
-                dx = torch.mm(*given) if dx is None else dx.addmm_(*given)
-            dw.append((dy.mT @ flat).to(weight.dtype) if need_w else None)
+                dx = torch.mm(dy, weight) if dx is None else dx.addmm_(dy, weight)
+            dw.append(dy.mT @ flat if need_w else None)
         return dx if dx is None else dx.view(x.shape).to(x.dtype), *dw, None
 
 

@@ -1,10 +1,9 @@
 """Enumerate and rank the mesh, device batch and recompute policy that a run could have.
 
-Candidates are not run: `estimate` gives the memory of each. The order is that of contract S4-10
-(docs/contracts.md): it fits; a larger device batch; no recompute; fewer microbatches; more
-headroom; smaller tp; smaller ep. Less repeated work comes before headroom, since the contract
-doesn't distinguish policies. Smaller cp, pp and dp_replicate come last, so that no two candidates
-are equal.
+Candidates are not run: `estimate` gives the memory of each. The order, by contract S4-10: it fits;
+a larger device batch; no recompute; fewer microbatches; less repeated work (the contract doesn't
+distinguish policies); more headroom; smaller tp; smaller ep; then smaller cp, pp and dp_replicate,
+so that no two candidates are equal.
 
 A mesh that shares each row, or its layers, between many ranks has many rows to a microbatch for
 that reason alone, so its candidates compete only if sharing has an advantage. A candidate is

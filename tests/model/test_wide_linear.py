@@ -79,9 +79,10 @@ def test_thin_layers_are_one_product() -> None:
     assert seen == [1]
 
 
-def test_under_autocast_gradients_are_those_of_the_layers() -> None:
-    """In bf16 with fp32 weights; of no copy is kept what backward can cast again."""
-    made, x = layers(torch.float32), torch.randn(5, 8, requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_gradients_are_those_of_the_layers(dtype: torch.dtype) -> None:
+    """In bf16 with weights in either dtype, of which autocast casts one."""
+    made, x = layers(dtype), torch.randn(5, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         got, want = linears(x, *made), tuple(layer(x) for layer in made)
     assert all(y.dtype == torch.bfloat16 for y in got)
