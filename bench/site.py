@@ -154,11 +154,10 @@ def within(text: str, page: Path, wanted: set[Path]) -> str:
 
 
 def rendered(formula: re.Match[str]) -> str:
-    """Return lines of LaTeX as MathML, which browsers draw without a script."""
+    """Return a line of LaTeX as MathML, which browsers draw without a script."""
     from latex2mathml.converter import convert
 
-    lines = formula[1].strip().splitlines()
-    return f"<div class=formula>{''.join(convert(line, display='block') for line in lines)}</div>"
+    return f"<div class=formula>{convert(formula[1].strip(), display='block')}</div>"
 
 
 def function_pages(listed: str) -> dict[str, str]:

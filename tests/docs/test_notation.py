@@ -64,9 +64,15 @@ def early(forms: list[str], taught: str) -> list[str]:
 
 def legend(chapter: str) -> set[str]:
     """Return the letters that a chapter declares."""
-    found = re.search(r"Letters: (.*?)\.\s", (DOCS / chapter).read_text(), re.S)
-    said = re.sub(r"`[^`]*`", "", found[1]) if found else ""
+    found = re.findall(r"Letters: (.*?)\.\s", (DOCS / chapter).read_text(), re.S)
+    said = re.sub(r"`[^`]*`", "", " ".join(found))
     return set(re.findall(r"\b[A-Za-z]\b", said)) - {"a", "x"}  # "a rank", "P x N"
+
+
+def of_formulas(text: str) -> set[str]:
+    """Return the capital letters of a chapter's formulas; words are left out."""
+    formulas = " ".join(re.findall(r"^```math\n(.*?)^```", text, re.M | re.S))
+    return set(re.findall(r"[A-Z]", re.sub(r"\\mathrm\{[^}]*\}|\\[A-Za-z]+", "", formulas)))
 
 
 NO_PROSE = ("#", "![", "Code: ")
@@ -77,6 +83,20 @@ def test_letters_are_those_of_the_chapters() -> None:
     declared = {(letter, c) for c in ORDER for letter in legend(c)}
     listed = {(row[1], c) for row in LETTER.finditer(NOTATION) for c in CHAPTER.findall(row[0])}
     assert len(declared) > 80 and listed == declared
+
+
+@pytest.mark.parametrize("chapter", ORDER)
+def test_capitals_of_formulas_are_explained(chapter: str) -> None:
+    """By the chapter's letters, or by name in a paragraph or in a table of symbols."""
+    text = (DOCS / chapter).read_text()
+    outside = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    said = set(re.findall(r"(?<![A-Za-z])[A-Z](?![A-Za-z])", outside))
+    assert of_formulas(text) <= said
+
+
+def test_capitals_of_formulas_are_found() -> None:
+    text = "```math\nS_t = \\mathrm{RMS}(x) K \\Theta\n```\nV"
+    assert of_formulas(text) == {"S", "K"}
 
 
 def test_there_are_terms() -> None:

@@ -54,6 +54,13 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{name(page)}: {link}#{anchor}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_formula_is_one_line(page: Path) -> None:
+    """GitHub draws the lines of a block as one."""
+    formulas = re.findall(r"^```math\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert not [formula for formula in formulas if formula.strip().count("\n")]
+
+
 def test_every_page_is_listed_under_its_heading() -> None:
     linked, titles = {DOCS / "README.md"}, {}
     for index in (DOCS / "README.md", DOCS / "assignments/README.md", DOCS / "launch/README.md"):
