@@ -100,8 +100,8 @@ BASE: dict[str, ContinuedPart] = {"base": ContinuedPart(320, OLD)}
 EXPERIMENTS: dict[str, dict[str, ContinuedPart]] = {
     "corpus": {
         "python": ContinuedPart(160, NEW, GENTLE, "base"),
-        "python, 10% replay": ContinuedPart(160, "headers=1,python=9", GENTLE, "base"),
-        "python, 25% replay": ContinuedPart(160, "headers=1,python=3", GENTLE, "base"),
+        "python, 10% rehearsal": ContinuedPart(160, "headers=1,python=9", GENTLE, "base"),
+        "python, 25% rehearsal": ContinuedPart(160, "headers=1,python=3", GENTLE, "base"),
         "python from scratch": ContinuedPart(160, NEW),
     },
     "schedule": {

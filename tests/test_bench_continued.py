@@ -56,8 +56,8 @@ def test_the_record_shows_what_the_chapters_say() -> None:
     record = json.loads(RECORD.read_text())
     runs = {run["variant"]: run for run in record["runs"] if run["seed"] == 1}
     last = {name: run["held_out"][-1][1] for name, run in runs.items()}
-    replay = [last[name] for name in ("python", "python, 10% replay", "python, 25% replay")]
-    for less, more in pairwise(replay):  # more replay keeps more, and learns less
+    shares = [last[name] for name in ("python", "python, 10% rehearsal", "python, 25% rehearsal")]
+    for less, more in pairwise(shares):  # more rehearsal keeps more, and learns less
         assert less["headers"] > more["headers"] > last["base"]["headers"]
         assert less["python"] < more["python"] < last["python from scratch"]["python"]
     behind = {

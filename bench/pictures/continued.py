@@ -31,9 +31,9 @@ class Panel(NamedTuple):
 
 
 def other_corpus_and_tails() -> Drawing:
-    """Draw the losses on two corpora with three shares of replay; WSD's tails against cosines."""
+    """Draw losses on two corpora with three shares of rehearsal; WSD's tails against cosines."""
     runs = _runs()
-    names = ("python", "python, 10% replay", "python, 25% replay")
+    names = ("python", "python, 10% rehearsal", "python, 25% rehearsal")
     kinds = ("s1", "s0", "s3")
     lines = [
         (kind, [(step, found[source]) for step, found in _with_start(runs, name)])
@@ -43,9 +43,9 @@ def other_corpus_and_tails() -> Drawing:
     stable = [point for name in STABLE for point in _headers(runs[name])]
     tails = [("s1", [stable_end(runs, name), *_headers(runs[name])]) for name in _tails(runs)]
     cosines = [("s0", _headers(runs[name])) for name in ("cosine 80", "cosine 160", "base")]
-    drawing = Drawing(760, "Held-out loss: another corpus with replay, and tails of WSD")
+    drawing = Drawing(760, "Held-out loss: another corpus with rehearsal, and tails of WSD")
     drawing.legend(
-        LEFT, 12, [(k, n) for k, n in zip(kinds, ("no replay", "10%", "25%"), strict=True)]
+        LEFT, 12, [(k, n) for k, n in zip(kinds, ("no rehearsal", "10%", "25%"), strict=True)]
     )
     drawing.legend(430, 12, [("s0", "cosine"), ("line", "stable"), ("s1", "its tails")])
     draw(
