@@ -68,10 +68,39 @@ def section(chapter: Path, *headings: str) -> str:
 def test_a_chapter_asks_what_its_program_answers(chapter: Path) -> None:
     asked, _, answers = section(chapter, "Questions").partition("<summary>Answers</summary>")
     assert re.findall(r"^(\d)\. ", asked, re.M) == ["1", "2", "3"]
-    assert re.search(r"^```(?:console|output)\n.+?^```$", answers, re.M | re.S)
+    assert not re.search(r"\bwhy\b", asked, re.I), "a question has an answer that can be printed"
+    printed = re.findall(r"^```(?:console|output)\n(.+?)^```$", answers, re.M | re.S)
+    figures = re.findall(
+        r"\d[\d.,]*", re.sub(r"^\$ (?:.*\\\n)*.*\n", "", "".join(printed), flags=re.M)
+    )
+    assert len(set(figures)) >= 3, "each answer is printed"
     costs = section(chapter, "What it costs", "When it is worth it")
     assert re.search(r"\bms\b|\bmilliseconds?\b", costs), "a cost in time"
     assert re.search(r"\b(?:bytes?|[KMGT]i?B)\b", costs), "a cost in bytes"
+
+
+# Row of docs/torture.md: its figures, and the words around the same ones in chapter 40.
+ATTACKS = {
+    "R1": [(r"(\d+) saves ended", r"(\d+) saves ended halfway were all resumed")],
+    "R3": [(r"(\d+) flipped bits found", r"(\d+) of \d+ flipped bits of files were found")],
+    "R15": [(r"(\d+ of \d+) ended with 4", r"(\d+ of \d+) failing disks ended with code 4")],
+    "R18": [(r"(\d+ of \d+) named", r"(\d+ of \d+) hangs and slow ranks named")],
+    "SDC": [
+        (r"weights \d+ of (\d+)", r"Bits were flipped, (\d+) in each"),
+        (r"\((\d+) changed nothing", r"All were found but (\d+) in activations"),
+        (r"takes ([\d.]+) microbatches", r"\[measured\]\(torture.md\): ([\d.]+);"),
+        (r"memory \+([\d.]+%)", r"and ([\d.]+%) more memory"),
+    ],
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_figures_of_attacks_are_those_of_their_table(attack: str) -> None:
+    table = (ROOT / "docs/torture.md").read_text()
+    row = next(line for line in table.splitlines() if line.startswith(f"| {attack} |"))
+    chapter = " ".join((ROOT / "docs/40-failures.md").read_text().split())
+    for of_row, of_chapter in ATTACKS[attack]:
+        assert re.findall(of_row, row)[:1] == re.findall(of_chapter, chapter), of_row
 
 
 def test_a_chapter_runs_outside_of_the_checkout(tmp_path: Path) -> None:
