@@ -79,6 +79,33 @@ NO_PROSE = ("#", "![", "Code: ")
 TERMS = words()
 
 
+def bold(text: str) -> set[str]:
+    """Return the terms that a chapter defines, in lower case and without a plural's s."""
+    text = re.sub(r"^```.*?^```$|`[^`]*`", "", text, flags=re.M | re.S)
+    terms = (" ".join(term.lower().split()) for term in re.findall(r"\*\*([^*]+)\*\*", text))
+    return {re.sub(r"(?<=[^s])s$", "", term) for term in terms}
+
+
+def test_a_term_is_bold_in_one_chapter() -> None:
+    """Where it is defined, the first time in reading order; later chapters link that one."""
+    chapters: dict[str, list[str]] = {}
+    for chapter in ORDER:
+        for term in bold((DOCS / chapter).read_text()):
+            chapters.setdefault(term, []).append(chapter)
+    assert {term: found for term, found in chapters.items() if len(found) > 1} == {}
+    late = {
+        term: chapters[name][0]
+        for term, (forms, taught) in TERMS.items()
+        for name in {re.sub(r"(?<=[^s])s$", "", form.lower()) for form in forms} & chapters.keys()
+        if chapters[name][0] not in taught
+    }
+    assert late == {}, "the notation lists the chapter that defines a term"
+
+
+def test_bold_terms_are_found() -> None:
+    assert bold("**Two\nbubbles**, `2**3`\n```\n**code**\n```\n**loss**") == {"two bubble", "loss"}
+
+
 def test_letters_are_those_of_the_chapters() -> None:
     declared = {(letter, c) for c in ORDER for letter in legend(c)}
     listed = {(row[1], c) for row in LETTER.finditer(NOTATION) for c in CHAPTER.findall(row[0])}
