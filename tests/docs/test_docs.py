@@ -40,6 +40,21 @@ def test_chapter_has_the_shape_of_a_chapter(chapter: Path) -> None:
             assert (chapter.parent / link).exists(), f"{chapter.name}: broken link {link}"
 
 
+NARROW = [chapter for chapter in CHAPTERS if chapter.stem != "33-kernels"]
+
+
+@pytest.mark.parametrize("chapter", NARROW, ids=lambda p: p.stem)
+def test_lines_of_code_fit(chapter: Path) -> None:
+    """Those of Python and of commands; what they print may be wider."""
+    blocks = re.findall(
+        r"^```(?:(?:python|bash)\n(.*?)|console\n(\$ (?:[^\n]*\\\n)*[^\n]*\n).*?)^```$",
+        chapter.read_text(),
+        re.M | re.S,
+    )
+    lines = [line for pair in blocks for block in pair for line in block.splitlines()]
+    assert lines and [line for line in lines if len(line) > 100] == []
+
+
 def prose_of(text: str) -> str:
     """Return a chapter without its code, its figures and its tables."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
