@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,14 @@ def leaves(
     return [x.to(DEVICE, kind).requires_grad_() for x, kind in zip(made, kinds, strict=True)]
 
 
+def by_triton(
+    inputs: Sequence[Any], docs: Documents, initial: Tensor | None, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """Output and state."""
+    how = {"docs": docs.to(DEVICE), "initial_BNKV": initial, "chunk_size": chunk}
+    return gated_delta_rule(*inputs, **how, backend="triton")  # type: ignore[arg-type]
+
+
 def doubles(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if x is None else x.detach().double().cpu().requires_grad_() for x in inputs]
 
@@ -94,8 +103,7 @@ def check(
     assert k is not None and v is not None and g is not None and beta is not None
     value = widened(v, initial)
     want = gated_delta_sequential(k if q is None else q, k, value, g, beta, docs, initial)
-    there = docs.to(DEVICE)
-    got = gated_delta_rule(*inputs[:5], there, inputs[5], chunk, backend="triton")  # type: ignore
+    got = by_triton(inputs[:5], docs, inputs[5], chunk)
     assert got[0].dtype == v_dtype(inputs) and got[1].dtype == torch.float32
     found = {("out", "state")[i]: off(got[i], want[i]) for i in results}
     torch.manual_seed(4)
@@ -184,8 +192,7 @@ def test_narrow_numbers(dtype: torch.dtype, chunk: int) -> None:
 
 def run(inputs: Sequence[Tensor], docs: Documents, dout: Tensor | None = None) -> list[Tensor]:
     """Output, state and every gradient of an output's functional."""
-    docs = docs.to(DEVICE)
-    out, state = gated_delta_rule(*inputs[:5], docs, inputs[5], CHUNK, backend="triton")
+    out, state = by_triton(inputs[:5], docs, inputs[5])
     dout = torch.ones_like(out) if dout is None else dout
     return [out, state, *torch.autograd.grad(out, inputs, dout)]
 
@@ -220,8 +227,7 @@ def test_documents_see_nothing_of_each_other() -> None:
             for other in (slice(0, 3), slice(33, TOKENS)):
                 x[0, other] *= 0.5 + torch.rand(x[0, other].shape, device=DEVICE)
         given = [x.requires_grad_() for x in given]
-        docs = DOCS["packed"].to(DEVICE)
-        out, _ = gated_delta_rule(*given[:5], docs, given[5], CHUNK, backend="triton")
+        out, _ = by_triton(given[:5], DOCS["packed"], given[5])
         grads = torch.autograd.grad(out[0, middle].sum(), given)
         assert not grads[5].any()
         found.append([out[0, middle], *(x[0, middle] for x in grads[:5])])
@@ -235,17 +241,17 @@ def test_folded_segments_are_the_row() -> None:
     """Every segment is scanned from the state that the summaries on its left fold into."""
     ids = torch.arange(2).repeat_interleave(torch.tensor([30, 18])).expand(2, -1)
     inputs, docs = leaves(tokens=48, key=5)[:5], Documents.from_ids(ids).to(DEVICE)
-    want = gated_delta_rule(*inputs, docs, None, CHUNK, backend="triton")
+    want = by_triton(inputs, docs, None)
     spans = [torch.arange(s, s + 24, device=DEVICE) for s in (0, 24)]
     parts, of_parts = [[x[:, s] for x in inputs] for s in spans], [docs.take(s) for s in spans]
-    how = {"chunk_size": CHUNK, "backend": "triton"}
-    summaries = [summarize(*x[1:], d, **how) for x, d in zip(parts, of_parts, strict=True)]  # type: ignore
+    each = zip(parts, of_parts, strict=True)
+    summaries = [summarize(*x[1:], docs=d, chunk_size=CHUNK, backend="triton") for x, d in each]
     states = fold(summaries, torch.stack([~d.starts_BT.any(1) for d in of_parts]))
     outputs = []
     for part, d, state in zip(parts, of_parts, states[:-1], strict=True):
         continues = (d.positions_BT[:, 0] > 0)[:, None, None, None]
         entering = torch.where(continues, state.S_BNKV, 0.0)
-        outputs.append(gated_delta_rule(*part, d, entering, **how)[0])  # type: ignore
+        outputs.append(by_triton(part, d, entering)[0])
     got = torch.cat(outputs, 1), states[-1].S_BNKV
     torch.manual_seed(4)
     douts = [torch.randn_like(y) for y in want]

@@ -15,7 +15,8 @@ from tests.model.in_child import run_cases
 from tests.model.machine_code import compiled
 
 CASES = "tests/model/gated_delta_triton_cases.py"
-SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program can have
+# Bytes that a program can have; of 8.x the 8.6 and 8.9 have 99 KiB.
+SHARED = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 NARROW = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "u", "du", "w", "solved", "states", "dstates")
 WIDE = (
     *("g", "beta", "sums", "lengths", "q_lengths", "dsums", "dg", "dbeta"),
@@ -51,7 +52,7 @@ def test_compiles_without_a_gpu(dtype: torch.dtype, size: int, capability: int) 
             if not name.endswith("_kernel"):
                 continue
             fixed = constants | every | (carried if "states" in name else {})
-            options = {"num_warps": fixed["num_warps"]}
+            options = {n: fixed[n] for n in ("num_warps", "num_stages") if n in fixed}
             made = compiled(kernel, kinds, fixed, capability, options, other="i32", aligned=True)
             assert made.asm["cubin"] and made.metadata.shared <= SHARED[capability], name
 
