@@ -95,8 +95,8 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
         *weights, ctx.dtype = given
         ctx.save_for_backward(x, *weights)
-        given = cast(x, ctx.dtype)
-        return tuple(F.linear(given, weight) for weight in weights)
+        x = cast(x, ctx.dtype)
+        return tuple(F.linear(x, weight) for weight in weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

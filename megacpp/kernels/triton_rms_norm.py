@@ -57,13 +57,13 @@ def backward(
         weight_D: factors.
         rstd: 1 / rms of each row, `[..., 1]`; a row with 0 overflowed: NaN.
         needed: of which of the two.
-        beside: added to the gradient of x, of its shape; None: nothing.
+        beside: added to the gradient of x, `[..., D]`; None: nothing.
     """
     dx, rows = (
         torch.empty(x.shape if needed[0] else 0, dtype=x.dtype, device=x.device),
         rstd.numel(),
     )
-    added = beside is not None and needed[0]
+    beside = beside if needed[0] else None
     if not rows:
         return (dx if needed[0] else None), (torch.zeros_like(weight_D) if needed[1] else None)
     (x, *places), (dy, *dy_places) = _places(x), _places(dy)
@@ -71,10 +71,11 @@ def backward(
     part_PD = torch.empty(
         programs if needed[1] else 0, x.shape[-1], dtype=torch.float32, device=x.device
     )
-    tensors = dy, x, weight_D.contiguous(), rstd, dx, part_PD, beside.contiguous() if added else dx
-    constants = {"DX": needed[0], "DW": needed[1], "ADDED": added} | _shape(x)
+    tensors = dy, x, weight_D.contiguous(), rstd, dx, part_PD
+    stream = dx if beside is None else beside.contiguous()
+    constants = {"DX": needed[0], "DW": needed[1], "ADDED": beside is not None} | _shape(x)
     sizes = rows, *dy_places, *places, programs
-    _launch(_backward_kernel, programs, *tensors, *sizes, **constants)
+    _launch(_backward_kernel, programs, *tensors, stream, *sizes, **constants)
     return (dx if needed[0] else None), (part_PD.sum(0) if needed[1] else None)
 
 

@@ -40,10 +40,7 @@ def test_chapter_has_the_shape_of_a_chapter(chapter: Path) -> None:
             assert (chapter.parent / link).exists(), f"{chapter.name}: broken link {link}"
 
 
-NARROW = [chapter for chapter in CHAPTERS if chapter.stem != "33-kernels"]
-
-
-@pytest.mark.parametrize("chapter", NARROW, ids=lambda p: p.stem)
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
 def test_lines_of_code_fit(chapter: Path) -> None:
     """Those of Python and of commands; what they print may be wider."""
     blocks = re.findall(
