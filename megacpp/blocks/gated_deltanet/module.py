@@ -139,10 +139,11 @@ class GatedDeltaNet(Fp32Contract):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
         """Return q, k, v, z, b and a of `[..., D]`; the thin b and a in one product."""
         thin = self.in_b.weight, self.in_a.weight
-        layers = [self.in_q, self.in_k, self.in_v] + ([] if self.in_z is None else [self.in_z])
-        *qkvz, ba = linears(x, *layers, thin=torch.cat(thin), linear=self.linear)
-        q, k, v, z = (*qkvz, None)[:4]
-        return q, k, v, z, *ba.split([len(w) for w in thin], -1)
+        gate = () if self.in_z is None else (self.in_z,)
+        given = {"thin": torch.cat(thin), "linear": self.linear}
+        q, k, v, *z, ba = linears(x, self.in_q, self.in_k, self.in_v, *gate, **given)
+        b, a = ba.split([len(w) for w in thin], -1)
+        return q, k, v, z[0] if z else None, b, a
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor) -> DeltaInputs:
         """Tensors of the scan by head, from convolved channels `[..., H K]`, `[..., N V]`."""
