@@ -32,6 +32,7 @@ WORDS = {"print", "say", "warn", "config_error", "region", "span", "join"}
 # Calls for which the order of arguments doesn't matter, or isn't one of values.
 UNORDERED = {
     "max", "min", "isinstance", "getattr", "setattr", "partial", "gcd", "cast", "promote_types",
+    "transpose",
 }  # fmt: skip
 # Drawings and tables for people, and what only a GPU runs.
 LEFT_OUT = (
