@@ -76,7 +76,7 @@ def test_every_page_fits_and_is_free_of_errors(address: str, width: int) -> None
 def drawn_by() -> str:
     """Return the browser and the font that draw a page: others draw it otherwise."""
     commands = [[BROWSER or "", "--version"]]
-    commands += [["fc-match", name] for name in ("sans-serif", "monospace", "math")]
+    commands += [["fc-match", name] for name in ("Helvetica", "sans-serif", "monospace", "math")]
     found = [
         subprocess.run(command, capture_output=True, text=True).stdout.strip()
         for command in commands
