@@ -105,7 +105,10 @@ def navigation() -> list[dict[str, object]]:
     """Return the navigation of the site: contents, then the sections."""
     found: list[dict[str, object]] = [{"Contents": "index.md"}]
     for heading, pages in sections():
-        found.append({heading: [{title: place(link)} for title, link in pages]})
+        named = [
+            {title.replace("`", ""): place(link)} for title, link in pages
+        ]  # no Markdown there
+        found.append({heading: named})
     return found
 
 
