@@ -46,19 +46,15 @@ def linears(
 
 
 def products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Return `F.linear(x, w)` of each weight.
-
-    Where autocast casts weights it remembers the copies, so there each product is made by itself.
+    """Return `F.linear(x, w)` of each weight, cast as autocast casts it.
 
     Args:
         x: `[..., D]`.
         weights: each `[O, D]`.
     """
-    dtype = autocast_dtype(x)
-    casts = any(weight.dtype != (dtype or weight.dtype) for weight in weights)
-    if len(weights) == 1 or casts or torch.compiler.is_compiling():
+    if len(weights) == 1 or torch.compiler.is_compiling():
         return tuple(F.linear(x, weight) for weight in weights)
-    return _Products.apply(x, *weights, dtype)  # type: ignore[return-value]
+    return _Products.apply(x, *weights, autocast_dtype(x))  # type: ignore[return-value]
 
 
 def wide_linear(x_TD: Tensor, weight_ED: Tensor, backend: str = "torch") -> Tensor:
@@ -94,7 +90,9 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
         *weights, ctx.dtype = given
-        ctx.save_for_backward(x, *weights)
+        ctx.dtypes = [weight.dtype for weight in weights]
+        weights = [cast(weight, ctx.dtype) for weight in weights]
+        ctx.save_for_backward(x, *weights)  # copies, as autograd saves those of autocast
         x = cast(x, ctx.dtype)
         return tuple(F.linear(x, weight) for weight in weights)
 
@@ -106,10 +104,10 @@ class _Products(torch.autograd.Function):
         flat = cast(x, ctx.dtype).reshape(-1, x.shape[-1])
         rows = [dy.reshape(-1, dy.shape[-1]) for dy in grads]
         dx, dw = None, []
-        for dy, weight, need_w in zip(rows, weights, needed, strict=True):
-            if need_x:
-                dx = torch.mm(dy, weight) if dx is None else dx.addmm_(dy, weight)
-            dw.append(dy.mT @ flat if need_w else None)
+        for dy, weight, need_w, dtype in zip(rows, weights, needed, ctx.dtypes, strict=True):
+            if need_x:  # `out`: FlopCounterMode doesn't know addmm_
+                dx = torch.mm(dy, weight) if dx is None else torch.addmm(dx, dy, weight, out=dx)
+            dw.append((dy.mT @ flat).to(dtype) if need_w else None)
         return dx if dx is None else dx.view(x.shape).to(x.dtype), *dw, None
 
 

@@ -318,7 +318,12 @@ def isolated_rank(rank: int, _size: int) -> dict[str, bool]:
 class Order(TorchDispatchMode):
     """Products, sends of rows and waits, in the order of their calls."""
 
-    NAMES: ClassVar = {"all_to_all_single": "send", "wait_tensor": "wait", "mm": "product"}
+    NAMES: ClassVar = {
+        "all_to_all_single": "send",
+        "wait_tensor": "wait",
+        "mm": "product",
+        "addmm": "product",
+    }
 
     def __init__(self) -> None:
         super().__init__()

@@ -196,7 +196,8 @@ def test_every_schedule_has_a_step(schedule: str) -> None:
     found = predicted(config_of("dense_110m", *words, size=2), 2, gpu("H100"))
     bubble = found.parts.get("bubble", 0.0)
     assert bubble < found.step_s / 3
-    assert (bubble == 0) == (schedule == "dualpipe"), "two ranks that do the same never wait"
+    never = bubble < 1e-12 * found.step_s  # a difference of sums
+    assert never == (schedule == "dualpipe"), "two ranks that do the same never wait"
 
 
 def test_a_faster_gpu_is_faster() -> None:

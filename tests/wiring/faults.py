@@ -56,12 +56,12 @@ def going_wrong(
         rank: that rank; it must hold the first layer.
         told: step in which this rank gets SIGTERM.
     """
-    original, forwards = Block._mixed, 0
+    original, forwards = Block._forward, 0
     begins = dict(zip(accumulate(microbatches, initial=0), count(first), strict=False))
     step = first
     first_block: Block | None = None
 
-    def mixed(self: Block, x_BTD: Tensor, docs: Documents) -> Tensor:
+    def forward(self: Block, x_BTD: Tensor, docs: Documents) -> Tensor:
         nonlocal first_block, forwards, step
         values = not x_BTD.is_meta and not isinstance(x_BTD, FakeTensor)  # no estimate of memory
         first_block = first_block or (self if values and self.training else None)
@@ -77,7 +77,7 @@ def going_wrong(
                 y_BTD = y_BTD + NaNGradient.apply(self.norm.weight)
         return y_BTD
 
-    with mock.patch.object(Block, "_mixed", mixed):
+    with mock.patch.object(Block, "_forward", forward):
         yield
 
 
