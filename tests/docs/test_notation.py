@@ -87,7 +87,7 @@ def bold(text: str) -> set[str]:
 
 
 def test_a_term_is_bold_in_one_chapter() -> None:
-    """Where it is defined, the first time in reading order; later chapters link that one."""
+    """Check that a term is bold in the first chapter that defines it; later ones link there."""
     chapters: dict[str, list[str]] = {}
     for chapter in ORDER:
         for term in bold((DOCS / chapter).read_text()):

@@ -146,7 +146,7 @@ def test_one_result_alone_is_used(used: int) -> None:
 
 @pytest.mark.parametrize("docs", DOCS.values(), ids=DOCS)
 def test_a_state_alone_that_is_wider_than_values(docs: Documents) -> None:
-    """As the summary of a segment asks for it."""
+    """Check a run without queries, which the summary of a segment asks for."""
     inputs = leaves(shared=1)
     wider = torch.cat([inputs[5].detach(), torch.eye(8).expand(2, 1, 8, 8).to(DEVICE)], -1)
     check(docs, [None, *inputs[1:5], wider.requires_grad_()], results=(1,))

@@ -111,7 +111,7 @@ def test_residual(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
 def test_norm_and_gate(shared: bool, width: int, dtype: torch.dtype) -> None:
-    """One weight for all heads, and one of each."""
+    """Check one weight for all heads, and a weight for each head."""
     x, z = noise(2, 13, 3, 1, width), noise(2, 13, 3 * width, seed=1, size=5.0)
     weight = noise(width, seed=2).float() if shared else noise(3, width, seed=2).float()
 

@@ -65,7 +65,7 @@ class Trained:
 
 
 def train(config: Config, steps: int, first: int = 0) -> Trained:
-    """As train.py does, on one process, from the rows of step `first` on."""
+    """Train on one process as train.py does, from the rows of step `first` on."""
     world = World(0, 1, CPU)
     model = build_model(config, world, ActivationCheckpointing(config, CPU))
     optimizer = build_optimizer(model, config, world.holders)
@@ -95,7 +95,7 @@ def batch_of(step: int) -> Batch:
 
 
 def gradients_of(dtype: str) -> dict[str, Tensor]:
-    """Of each of four first steps, side by side."""
+    """Return the gradients of four first steps, each of other rows, side by side."""
     each = [train(config_of("AMRF", dtype=dtype), 1, first).gradients for first in range(4)]
     return {n: torch.stack([gradients[n].double() for gradients in each]) for n in each[0]}
 
