@@ -104,11 +104,13 @@ class LaunchCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         kind = kind_of(func)
         if not kind.view and kind.name not in NO_KERNEL:
+            read = args, {name: given for name, given in kwargs.items() if name != "out"}
             self.now.launches += 1
-            self.now.bytes += sum(t.nbytes for t in tensors_in((args, kwargs or {}, (out,))))
+            self.now.bytes += sum(t.nbytes for t in tensors_in((read, (out,))))
         return out
 
     def _rms_norm(self, x: Tensor, _: Any, weight_D: Tensor, eps: float) -> tuple[Tensor, ...]:

@@ -37,6 +37,15 @@ def test_an_operator_is_a_launch_and_a_view_is_none() -> None:
     assert backward == Count(4, 0, 4 * (3 * part + (part + 32) + 2 * product))
 
 
+def test_a_tensor_written_to_is_not_read() -> None:
+    """Adding a product into a tensor reads it and both factors and writes it, either way."""
+    with counted() as counter:
+        total, x, w = torch.empty(8, 4), torch.empty(8, 4), torch.empty(4, 4)
+        torch.addmm(total, x, w, out=total)
+        total.addmm_(x, w)
+    assert counter.now == Count(2, 0, 2 * 4 * (32 + 32 + 16 + 32))
+
+
 @pytest.mark.parametrize("case", QUICK, ids="-".join)
 def test_the_page_has_todays_counts(case: tuple[str, str, str]) -> None:
     pytest.importorskip("triton")
