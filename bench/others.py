@@ -258,7 +258,7 @@ def moe_layer(s: RowSizes) -> Iterator[Region]:
     order = Region("permute", (Passes(4 * moved, 4),), (Passes(5 * moved, 4),))
     yield order
     copies = sent_once(top, s.ep, s.per_node) if s.flexible else top
-    hidden = "products" if s.expert_hides else ""
+    hidden = "all" if s.expert_hides else ""  # behind another microbatch's pass
     trip = (Transfer("ep", "all_to_all", moved * copies / top, hidden),)
     yield Region("moe", sent_forward=trip, sent_backward=trip)
     wide = width * (2 if gated else 1)

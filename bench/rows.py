@@ -26,6 +26,7 @@ from bench.others import (
     moe_layer,
     network_gbs,
 )
+from bench.recipes import completed
 from megacpp.errors import ConfigError
 from megacpp.speed.hardware import GpuSpec, gpu
 from megacpp.speed.operators import Operator, Passes, Product
@@ -67,6 +68,7 @@ def step_of(row: dict[str, Any]) -> tuple[StepWork, GpuSpec, list[str]]:
         UnknownRowError: with the reason why it can't be predicted.
     """
     notes: list[str] = []
+    row = completed(row)
     sizes, machine = sizes_of(row, notes), machine_of(row)
     family, p, world = sizes.family, row["parallel"], int(row["gpus"])
     batch, pp = int(row["global_batch"]), int(p.get("pp") or 1)

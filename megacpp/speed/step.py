@@ -46,8 +46,9 @@ class Transfer(NamedTuple):
         axis: mesh axis.
         kind: see `collectives.seconds`.
         bytes: of the larger side.
-        hidden: what it runs beside in the same pass, as far as that lasts: `products`, or `attend`,
-            attention with the keys that the rank has before any other's arrive.
+        hidden: what it runs beside in the same pass, as far as that lasts: `products`; `attend`,
+            attention with the keys that the rank has before any other's arrive; or `all`, a pass of
+            another microbatch.
         share: part of these that it can run beside.
     """
 
@@ -192,6 +193,7 @@ def pass_seconds(
         parts["host"] += wait
     axes = dict(spreads)
     beside = {"products": BESIDE * parts["products"], "attend": parts["attention"]}
+    beside["all"] = BESIDE * compute
     for axis, kind, count, hidden, share in sent:
         group = axes.get(axis)
         if group is None or group.size == 1:
