@@ -203,7 +203,8 @@ def pass_seconds(
             room = share * beside[hidden] / (group.size if hidden == "attend" else 1)
             open_ = max(time / group.size, time - room)
             beside[hidden] -= time - open_
-            time = open_ + SLOWED * (time - open_)
+            parts[f"slowed by {axis}"] += SLOWED * (time - open_)
+            time = open_
         parts[f"exposed {axis}"] += time
     return PassTime(sum(parts.values()), tuple(parts.items()))
 

@@ -54,9 +54,9 @@ def ends_of_blocks(tokens: int) -> list[int]:
     return [*starts[:-2][:1], *starts[-2:]]
 
 
-def few_groups(q_BTIH: Tensor, k_BSH: Tensor) -> list[slice]:
+def few_groups(q_BTJX: Tensor, k_BSX: Tensor) -> list[slice]:
     """Stand-in for `head_groups`: the first two, which are alive together, and the last."""
-    groups = head_groups(q_BTIH, k_BSH)
+    groups = head_groups(q_BTJX, k_BSX)
     return [*groups[:2], *groups[2:][-1:]]
 
 

@@ -21,18 +21,18 @@ def check(golden: GoldenFile) -> None:
     top_k, scale, coefficient = (stored.pop(k) for k in ("topk", "softmax_scale", "loss_coeff"))
     assert not stored
     leaves = [golden.input(name, grad=True) for name in ("q", "k", "weights")]
-    q_BTIH, k_BSH, w_BTI = (x.transpose(0, 1) for x in leaves)
-    docs = golden.documents() or Documents.rows(*w_BTI.shape[:2], w_BTI.device)
+    q_BTJX, k_BSX, w_BTJ = (x.transpose(0, 1) for x in leaves)
+    docs = golden.documents() or Documents.rows(*w_BTJ.shape[:2], w_BTJ.device)
 
-    scores_BTS = index_scores(q_BTIH, k_BSH, w_BTI)
+    scores_BTS = index_scores(q_BTJX, k_BSX, w_BTJ)
     golden.expect("index_scores", scores_BTS)
     expect_gradients(golden, "halfsq", 0.5 * scores_BTS.square().sum(), leaves)
-    chosen_BTK = choose_keys(q_BTIH, k_BSH, w_BTI, docs, docs, top_k)
-    golden.expect("topk_mask", chosen_mask(chosen_BTK, k_BSH.shape[1]))
+    chosen_BTC = choose_keys(q_BTJX, k_BSX, w_BTJ, docs, docs, top_k)
+    golden.expect("topk_mask", chosen_mask(chosen_BTC, k_BSX.shape[1]))
     q_BTNH, k_BSNH = (golden.input(name).transpose(0, 1) for name in ("attn_query", "attn_key"))
     target = Target(q_BTNH, k_BSNH, scale, None, docs, docs)
-    for name, compared in (("dense", target), ("sparse", replace(target, chosen_BTC=chosen_BTK))):
-        loss = indexer_loss(q_BTIH, k_BSH, w_BTI, compared) * coefficient / w_BTI[..., 0].numel()
+    for name, compared in (("dense", target), ("sparse", replace(target, chosen_BTC=chosen_BTC))):
+        loss = indexer_loss(q_BTJX, k_BSX, w_BTJ, compared) * coefficient / w_BTJ[..., 0].numel()
         golden.expect(f"loss_{name}", loss)
         expect_gradients(golden, f"loss_{name}", loss, leaves)
 

@@ -142,8 +142,8 @@ def test_of_equal_scores_the_later_key_is_chosen(monkeypatch: pytest.MonkeyPatch
 def test_more_slots_than_keys_are_cut_off() -> None:
     q, k, w = indexer()
     docs = Documents.rows(2, 23)
-    chosen_BTK = choose_keys(q, k, w, docs, docs, 99)
-    assert torch.equal(chosen_mask(chosen_BTK, 23)[0], document_mask(docs, docs)[0, 0])
+    chosen_BTC = choose_keys(q, k, w, docs, docs, 99)
+    assert torch.equal(chosen_mask(chosen_BTC, 23)[0], document_mask(docs, docs)[0, 0])
 
 
 def test_unused_slots_choose_no_key() -> None:

@@ -204,7 +204,8 @@ def test_a_step_is_the_sum_of_its_parts(beside: str) -> None:
     assert found.parts["products"] == pytest.approx(2 * once)
     assert found.parts["memory-bound"] == pytest.approx(6e-3)
     room = {"products": 0.9 * once, "all": tp * 7 / 8}[beside]
-    assert found.parts["exposed tp"] == pytest.approx(2 * (tp - room / 2))
+    assert found.parts["exposed tp"] == pytest.approx(2 * (tp - room))
+    assert found.parts["slowed by tp"] == pytest.approx(2 * room / 2)
     assert found.parts["exposed data"] == pytest.approx(2 * 4e7 * 7 / 8 / 100e9 + 29e-6)
     assert found.parts["optimizer"] == pytest.approx(3e-3)
     assert found.step_s == pytest.approx(sum(found.parts.values()))

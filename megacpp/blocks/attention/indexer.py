@@ -4,7 +4,7 @@ Its input is that of the block, detached, and it learns from its own loss alone:
 loss reach the rest of the model nor the model's loss the indexer. Source:
 DeepSeek-V3.2 (arXiv 2512.02556); the mathematics is in megacpp/kernels/sparse_attention/indexer.py.
 
-Legend: B rows, T tokens, S key tokens, D model, L width of the queries' input, I indexer
+Legend: B rows, T tokens, S key tokens, D model, L width of the queries' input, J indexer
 heads, X indexer head dim, C chosen keys of a query.
 """
 
@@ -37,17 +37,17 @@ KEY_EPS = 1e-6  # of the norm of keys (DeepSeek-V3.2)
 class Index(NamedTuple):
     """Tensors that score keys: `sum_h w[t, h] relu(q[t, h] . k[s])`."""
 
-    q_BTIX: Tensor
+    q_BTJX: Tensor
     k_BSX: Tensor
-    w_BTI: Tensor  # fp32 or wider
+    w_BTJ: Tensor  # fp32 or wider
 
     def detached(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and w without gradient."""
-        return self.q_BTIX.detach(), self.k_BSX.detach(), self.w_BTI.detach()
+        return self.q_BTJX.detach(), self.k_BSX.detach(), self.w_BTJ.detach()
 
 
 class Indexer(AuxiliarySource):
-    """Queries of I heads, one key a token for all of them, and a weight of each head.
+    """Queries of J heads, one key a token for all of them, and a weight of each head.
 
     The first dims of queries and keys turn with position, in halves (i, i + P), although MLA turns
     neighbours: interleaved pairs here were a bug of the first release of DeepSeek-V3.2-Exp.
@@ -115,11 +115,11 @@ class Indexer(AuxiliarySource):
         return rules | {name: Constant(0.0) for name in BUFFERS}
 
     def _index(self, x_BTD: Tensor, latent_BTL: Tensor, table: Tensor) -> Index:
-        q_BTIX = self.wq_b(latent_BTL).unflatten(-1, (-1, self.sparse.head_dim))
+        q_BTJX = self.wq_b(latent_BTL).unflatten(-1, (-1, self.sparse.head_dim))
         k_BT1X = self.k_norm(self.wk(x_BTD))[:, :, None]
-        w_BTI = self.weights_proj(x_BTD)
-        w_BTI = w_BTI * (self.sparse.num_heads * self.sparse.head_dim) ** -0.5
-        return Index(self._turned(q_BTIX, table), self._turned(k_BT1X, table)[:, :, 0], w_BTI)
+        w_BTJ = self.weights_proj(x_BTD)
+        w_BTJ = w_BTJ * (self.sparse.num_heads * self.sparse.head_dim) ** -0.5
+        return Index(self._turned(q_BTJX, table), self._turned(k_BT1X, table)[:, :, 0], w_BTJ)
 
     def _turned(self, x: Tensor, table: Tensor) -> Tensor:
         rest = x.shape[-1] - self.rope_dim
@@ -136,7 +136,7 @@ class IndexHeadWeights(Fp32Contract):
         self.weight = nn.Parameter(torch.empty(heads, dim))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the weights `[B, T, I]`, in at least fp32."""
+        """Return the weights `[B, T, J]`, in at least fp32."""
         return wide_linear(x_BTD.flatten(0, 1), self.weight).unflatten(0, x_BTD.shape[:2])
 
 
