@@ -23,6 +23,14 @@ from megacpp.report.files import read_launch
 OPTIONAL = {"triton", "torchao", "tilelang", "mamba-ssm", "transformer-engine"}
 
 
+def test_the_commit_is_that_of_the_checkout_wherever_a_run_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = record.git_commit()
+    monkeypatch.chdir(tmp_path)
+    assert record.git_commit() == here
+
+
 def written(folder: Path) -> dict[str, Any]:
     config = tiny()
     write_launch(folder, config, {"dp_shard": 1}, count_parameters(config.model), first_step=0)

@@ -30,6 +30,7 @@ from tests.mutants.judge import PlantedTree, Verdict
 
 ROOT = Path(__file__).parents[2]
 FOUND_BY = Path(__file__).with_name("found_by.json")
+NEAR = 2  # lines between a fault and those of the list whose finders are asked first
 ACCEPTED_S = 30.0  # CPU seconds for a fault that has a reason why no test finds it
 
 
@@ -52,10 +53,19 @@ class Court:
         self.costs: dict[str, float] = kept.get("costs", {})
         self.sound: dict[str, bool] = {}  # of these sources: not kept
         self.choice = FileChoice(root, self.costs)
+        self.listed = listed(root)
 
     def text(self, fault: Fault) -> str:
         """Return the sound text of a fault's file."""
         return (self.root / fault.file).read_text()
+
+    def finders(self, fault: Fault) -> list[str]:
+        """Return the tests that found this fault before, or those of the list beside it."""
+        text = self.text(fault)
+        line = fault.line(text)
+        near = [f for f in self.listed if f.file == fault.file and abs(f.line(text) - line) <= NEAR]
+        names = [named(fault)] if fault in self.listed else map(named, near)
+        return list(dict.fromkeys(found_before()[n] for n in names if n in found_before()))
 
     def known(self, fault: Fault) -> dict[str, Any] | None:
         """Return the verdict of an earlier run on the same change of the same file."""
@@ -68,7 +78,7 @@ class Court:
         files = [f for f in self.choice.files(fault.file, line) if f not in unsound]
         began, verdict, spent_s = time.monotonic(), None, 0.0
         time_s = min(self.time_s, ACCEPTED_S) if fault.accepted else self.time_s
-        once = [found_before()[name] for name in [named(fault)] if name in found_before()]
+        once = self.finders(fault)
         for tests in (once, files[:1], files[1:]):  # the others aren't even imported for most
             if tests and spent_s < time_s:
                 try:

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import shutil
+import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megacpp.cli.main import main
 from megacpp.data.batches import Batch
 from megacpp.data.loader import Loader
 from megacpp.run.step_status import StepStatus
+from megacpp.state import checkpoint
 from parallel.boundary import AccumulationBoundary
 from parallel.step_sums import StepSums
 from tests.figures import Record
@@ -129,6 +131,25 @@ def same_run(folder: Path, twin: Path) -> None:
         assert kept[0] == kept[1], key
     name = "final/model.safetensors"
     assert (folder / name).read_bytes() == (twin / name).read_bytes()
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_rewind_waits_for_the_save_behind_the_steps(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes longer for the last sound checkpoint than the bad steps last."""
+    finish = checkpoint._finish
+
+    def late(*args: Any) -> None:
+        time.sleep(1.0)
+        finish(*args)
+
+    monkeypatch.setattr(checkpoint, "_finish", late)
+    spoil(monkeypatch, {*EARLY, *BAD})
+    done = run(corpus, tmp_path / "run", "--train.rewinds", "1", "--checkpoint.async")
+    assert done.returncode == 0, done.stderr
+    saved = tmp_path / "run/checkpoints/step-000006"
+    assert f"step 9: 3 bad steps in a row: back to {saved}, rows 12 to 17" in done.stdout
 
 
 def test_rewinds_are_bounded(corpus: Path, tmp_path: Path) -> None:
