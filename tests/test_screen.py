@@ -123,6 +123,9 @@ def test_the_header_is_wrapped(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "batch" and lines[1].startswith("  a long") and lines[2].startswith("    ")
     assert max(map(len, lines)) <= 80
+    for row in ("a table's    row".ljust(78, "."), "x"):  # the widest that fits is left as it is
+        print_header([("batch", [row])])
+        assert capsys.readouterr().out.splitlines()[1] == f"  {row}"
 
 
 # ---- progress -----------------------------------------------------------------------------------

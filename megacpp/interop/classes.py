@@ -117,8 +117,8 @@ def _nearest_misses(model: ModelConfig, found: Mapping[str, str]) -> ConfigError
     ]
     key = settings[0].partition("=")[0] if settings else FEATURES[names[0]].key
     value = attrgetter(key.removeprefix("model."))(model)
-    less = " nor ".join(_worded(name, found[name]) for name in names)
-    rule = f"{near.name}, the nearest class of Hugging Face, hasn't {less}"
+    other = " or ".join(_worded(name, found[name]) for name in names)
+    rule = f"{near.name}, the nearest class of Hugging Face, doesn't compute: {other}"
     return config_error(key, value, rule, f"train with {' and '.join(settings)}, or add {BY_CODE}")
 
 

@@ -130,7 +130,7 @@ def _own(path: Path, one: HFClass, given: Values, read: Mapping[str, Any]) -> Mo
         if there != here:
             raise ConfigError(
                 f"{path}: its keys say {key}={there}, its key {OURS!r} says {here}. "
-                f"Fix: remove {OURS!r} from it if another program changed the weights."
+                f"Fix: remove {OURS!r} from it if the other keys are right."
             )
     return model
 

@@ -14,7 +14,7 @@ from torch import Tensor
 def rng_state() -> dict[str, Any]:
     """Return the states of Python's, numpy's, torch's CPU and, if present, this GPU's generator."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],

@@ -32,6 +32,10 @@ def test_settings_change_the_words() -> None:
     assert feature_lines(config) == [
         "further tokens: 1 by a block each, 0.3 of the loss, 0.1 later, weights 1"
     ]
+    words = "tiny --model.moe.num-groups 2 --model.moe.top-k-groups 1"
+    assert feature_lines(parse_run(words.split(), 1).config) == [
+        "experts in 2 groups, of which a token visits 1"
+    ]
 
 
 def test_a_capacity_is_said_to_depend_on_the_mesh() -> None:
