@@ -322,7 +322,7 @@ def _one_stage(
     travels = _travels(step, range(len(step.blocks)), gpu)
     units = unit_times(step, passes, gpu)
     if not step.overlapped or step.data in ("ddp", "zero1"):
-        parts["exposed data"] += _open(step, travels, units)
+        _add_data(parts, step, travels, units)
         return parts
     _, exposed = fsdp_seconds(
         units, step.microbatches, step.prefetch, step.reshard, step.reduce_each, step.resident
@@ -358,8 +358,10 @@ def stage_times(step: StepWork, passes: Sequence[tuple[PassTime, PassTime]]) -> 
     return found
 
 
-def _open(step: StepWork, travels: Sequence[Travel], units: Sequence[UnitTime]) -> float:
-    """Return the exposed time of a step's gathers and of one reduction, and what they slow.
+def _add_data(
+    parts: dict[str, float], step: StepWork, travels: Sequence[Travel], units: Sequence[UnitTime]
+) -> None:
+    """Add the exposed time of a step's gathers and of one reduction, and what they slow.
 
     Overlapped, a gather hides in a forward and the reduction in the last backward, but for one
     block's share.
@@ -367,13 +369,15 @@ def _open(step: StepWork, travels: Sequence[Travel], units: Sequence[UnitTime]) 
     times = step.stage_gathers
     gather, reduce = sum(t.gather for t in travels), sum(t.reduce for t in travels)
     if not step.overlapped or not gather + reduce:
-        return times * gather + reduce
+        parts["exposed data"] += times * gather + reduce
+        return
     few = max(1, len(units))
     forward, backward = sum(u.forward for u in units), sum(u.backward for u in units)
     found = times * max(gather / few, gather - BESIDE * forward)
     found += max(reduce / few, reduce - BESIDE * backward)
     slowed = sum(times * t.slows[0] + t.slows[1] for t in travels)
-    return found + slowed * (1 - found / (times * gather + reduce))
+    parts["exposed data"] += found
+    parts["slowed by data"] += slowed * (1 - found / (times * gather + reduce))
 
 
 def _pipelined(
@@ -400,5 +404,5 @@ def _pipelined(
     parts["bubble"] = max(0.0, total - sum(parts.values()))
     units = [UnitTime(passes[b][0].total, passes[b][1].total) for b in mine]
     travels = _travels(step, mine, gpu)
-    parts["exposed data"] += _open(step, travels, units)
+    _add_data(parts, step, travels, units)
     return parts, mine

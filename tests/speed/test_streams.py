@@ -211,3 +211,21 @@ def test_a_step_is_the_sum_of_its_parts(beside: str) -> None:
     assert found.step_s == pytest.approx(sum(found.parts.values()))
     assert found.tokens_per_s == pytest.approx(100 / found.step_s)
     assert found.mfu == pytest.approx(1e12 / found.step_s / 1e14)
+
+
+def test_a_hidden_reduction_slows_kernels() -> None:
+    """DDP on 8 ranks: 4e7 bytes twice 7/8 at 100 GB/s and 29 us hide in a backward of 2 ms.
+
+    A block of one can't hide its own share, so none is hidden; of two blocks half is.
+    """
+    block = BlockWork("F", (Passes(1e9),), (Passes(2e9),), (), (), dense=1e7)
+    reduce = 4e7 * 2 * 7 / 8 / 100e9 + 29e-6
+    for count, hidden in ((1, 0.0), (2, 0.5)):
+        step = StepWork(
+            [block] * count, {"data": AxisSpread(8, 8)}, 1, "ddp", overlapped=True,
+            optimizer=(), tokens=100.0, flops=1e12,
+        )  # fmt: skip
+        parts = predict(step, PLAIN, Rates()).parts
+        assert parts["exposed data"] == pytest.approx(count * reduce * (1 - hidden))
+        slowed = 0.5 * count * 4e7 * 2 * 7 / 8 / 100e9 * hidden
+        assert parts.get("slowed by data", 0.0) == pytest.approx(slowed, abs=1e-12)
