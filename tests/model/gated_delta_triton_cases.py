@@ -172,12 +172,17 @@ def test_every_decay(rate: float) -> None:
 
 @pytest.mark.parametrize("beta", [1.0, 2.0])
 def test_keys_that_repeat(beta: float) -> None:
-    """Powers of the triangle would cancel: entries of its inverse are 0 where keys are one."""
+    """Powers of the triangle would cancel: entries of its inverse are 0 where keys are one.
+
+    With beta 2 a token multiplies the state by 1 - 2|k|^2: four roundings of |k|^2 move that by
+    8 eps, and a gradient depends on the 64 tokens before it and the 64 after.
+    """
+    limit = 2e-5 if beta < 2 else 2 * 64 * 8 * torch.finfo(torch.float32).eps
     q, k, v, g, b, initial = (x.detach() for x in leaves(shared=1, tokens=64))
     k = k[:, :1].expand_as(k).contiguous()
     inputs = [q, k, v, torch.zeros_like(g), torch.full_like(b, beta), initial]
     inputs = [x.requires_grad_() for x in inputs]
-    check(Documents.rows(2, 64), inputs, chunk=64, limit=2e-5)
+    check(Documents.rows(2, 64), inputs, chunk=64, limit=limit)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
