@@ -89,7 +89,8 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         sums = boundary.accumulate(clock.reading(loader.take(grad_accum)), step)
         copies, scale = boundary.copies, boundary.loss_scale.value
         norm = clip_gradients(model, config.optim.clip_norm, copies, sums.along, scale)
-        status = boundary.check_step(sums, norm)
+        with loader.ahead(step + 1, launch.batches.accum(step + 1), clock.span("data")):
+            status = boundary.check_step(sums, norm)
         if status.healthy:
             optimizer.step()
             scheduler.step()
@@ -97,8 +98,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         logits = qk_clip.after_step(status.healthy) if qk_clip else {}
         boundary.finish_step(status)
         state.advance(status.healthy, good=status.healthy and status.clean)
-        read = {"tokens": sums.tokens, "grad_accum": grad_accum}
-        records.end(step, status, **read, lr=lr, rates=rates, figures=logits)
+        records.end(step, status, grad_accum=grad_accum, lr=lr, rates=rates, figures=logits)
         if records.must_go_back(step):
             records.go_back()
             scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)

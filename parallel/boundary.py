@@ -171,6 +171,7 @@ class AccumulationBoundary:
             loss=nll_sum / valid if valid else math.nan,
             nll_sum=nll_sum,
             valid_tokens=int(valid),
+            tokens=sums.tokens,
             target_bytes=int(target_bytes),
             nonfinite=int(reduced.nonfinite),
             finite=finite,

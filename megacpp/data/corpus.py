@@ -100,6 +100,10 @@ class Corpus:
     def begin_step(self, step: int, row: int) -> None:
         """Begin a step at a global row: nothing changes (a `Mixture` may change its shares)."""
 
+    def changes_at(self, step: int) -> bool:
+        """Return whether rows from a step on come in another order: never."""
+        return False
+
     def split_row(self, global_row: int) -> int:
         """Return the training split's row for a global row; an epoch visits each row once."""
         epoch, index = divmod(global_row, self.rows_per_epoch)

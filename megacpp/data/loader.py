@@ -9,7 +9,9 @@ or another accumulation continues at the first row that was never read.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from megacpp.data.batches import Batch
@@ -21,6 +23,10 @@ class TrainingRows(Protocol):
 
     def train_batch(self, rows: Sequence[int], /) -> Batch:
         """Return training rows by global number."""
+        ...
+
+    def changes_at(self, step: int, /) -> bool:
+        """Return whether rows from a step on come in another order."""
         ...
 
 
@@ -56,6 +62,8 @@ class Loader:
         self.corpus, self.rank, self.ranks = corpus, rank, ranks
         self.device_batch_size = device_batch_size
         self.position, self.microbatches = position, 0
+        self._ahead: dict[int, Batch] = {}  # by the position that they are taken at
+        self._reader = ThreadPoolExecutor(1)  # starts its thread when it is first used
 
     @property
     def rows_per_microbatch(self) -> int:
@@ -71,14 +79,49 @@ class Loader:
             DataError: an unknown id in the corpus; that microbatch isn't counted.
         """
         for _ in range(n):
-            first = self.position + self.rank * self.device_batch_size
             with region("data"):
-                batch = self.corpus.train_batch(range(first, first + self.device_batch_size))
+                batch = self._ahead.pop(self.position, None) or self._read(self.position)
             self.position += self.rows_per_microbatch
             self.microbatches += 1
             yield batch
+
+    @contextlib.contextmanager
+    def ahead(
+        self, step: int, n: int, waiting: contextlib.AbstractContextManager[None]
+    ) -> Iterator[None]:
+        """Read the microbatches of the next step in a thread while a block waits for the device.
+
+        The block must not read the corpus. `take` yields what was read; what could not be read it
+        reads again, so an error is raised where that microbatch is taken.
+
+        Args:
+            step: number of the next step; nothing is read if rows then come in another order.
+            n: number of its microbatches.
+            waiting: entered while the thread isn't done after the block.
+        """
+        n = 0 if self.corpus.changes_at(step) else n
+        places = [self.position + m * self.rows_per_microbatch for m in range(n)]
+
+        def read() -> None:
+            with contextlib.suppress(Exception):
+                for place in places:
+                    self._ahead[place] = self._read(place)
+
+        reading = self._reader.submit(read) if places else None
+        try:
+            yield
+        finally:
+            if reading is not None:
+                with waiting:
+                    reading.result()
 
     def skip_to(self, rows: int) -> None:
         """Continue at that many global rows, for a resumed run."""
         assert rows >= 0
         self.position = rows
+        self._ahead.clear()
+
+    def _read(self, position: int) -> Batch:
+        """Return this rank's rows of the microbatch at a global row."""
+        first = position + self.rank * self.device_batch_size
+        return self.corpus.train_batch(range(first, first + self.device_batch_size))

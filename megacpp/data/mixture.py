@@ -118,6 +118,10 @@ class Mixture:
             self.segments.pop()
         self.segments.append(Segment(row, shares, before, self._no_tokens))
 
+    def changes_at(self, step: int) -> bool:
+        """Return whether a stage begins at a step: which rows it reads isn't known before."""
+        return any(stage.step == step for stage in self.stages)
+
     def place(self, row: int) -> tuple[str, int]:
         """Return the source of a global row, and the row's number within that source."""
         at = bisect_right([segment.first_row for segment in self.segments], row) - 1

@@ -58,11 +58,15 @@ class TokenWalk:
 
     def before(self, row: int) -> tuple[dict[str, int], dict[str, int]]:
         """Return rows and tokens of each source before a global row."""
-        if row < self._first + len(self._places):
+        if row < self._first:  # long ago
             self._restart()
         while row > self._first + len(self._places):
             self._step()
-        return dict(self._rows), dict(self._tokens)
+        rows, tokens = dict(self._rows), dict(self._tokens)
+        for name, at in self._places[row - self._first :]:  # placed already
+            rows[name] -= 1
+            tokens[name] -= self._tokens_of(name, at)
+        return {name: count for name, count in rows.items() if count}, tokens
 
     def _restart(self) -> None:
         self._first, rows, tokens = self._start

@@ -9,12 +9,14 @@ the ten seconds of a short run on two ranks eight go into importing torch three 
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import itertools
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -74,12 +76,18 @@ def forked(*flags: str, ranks: int = 1, read: int | None = None) -> Done:
         out = None if read is None else _first_lines(folder / "out", read)
         late = _wait(processes)
         out = (folder / "out").read_text() if out is None else out
-        err = (folder / "err").read_text()
+        err = (folder / "err").read_text() + "".join(map(_signal, range(ranks), processes))
     if late:
         raise subprocess.TimeoutExpired(flags, LONG_S, out, err)
     codes = [process.exitcode or 0 for process in processes]
     first = next((code for code in codes if code > 0), min(codes))  # below 0: ended by us
     return subprocess.CompletedProcess(flags, first, out, err)
+
+
+def _signal(rank: int, process: BaseProcess) -> str:
+    """Return a line about a rank that a signal ended, which prints nothing itself."""
+    code = process.exitcode or 0
+    return f"rank {rank} was ended by {signal.Signals(-code).name}\n" if code < 0 else ""
 
 
 def kept_apart(flags: tuple[str, ...]) -> tuple[str, ...]:
@@ -122,6 +130,7 @@ def _script(flags: tuple[str, ...], rank: int, ranks: int, folder: Path) -> NoRe
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, append), number)
     sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
+    faulthandler.enable()  # prints where a segmentation fault happened
     _warn_as_usual()
     gc.freeze()  # what the parent holds is never garbage here
     torch.set_num_threads(1)

@@ -119,7 +119,6 @@ class Records:
         step: int,
         status: StepStatus,
         *,
-        tokens: int,
         grad_accum: int,
         lr: float,
         rates: Mapping[str, float],
@@ -130,7 +129,6 @@ class Records:
         Args:
             step: index of the step.
             status: statistics of the step that all ranks agree on.
-            tokens: tokens of the step, over all ranks.
             grad_accum: microbatches of the step.
             lr: learning rate of AdamW in this step.
             rates: learning rate by parameter group.
@@ -156,15 +154,15 @@ class Records:
             bits_per_byte=bits_per_byte(status.nll_sum, status.target_bytes),
             grad_norm=status.grad_norm,
             lr=lr,
-            tokens=tokens,
+            tokens=status.tokens,
             valid_tokens=status.valid_tokens,
-            tokens_per_s=tokens / step_s,
+            tokens_per_s=status.tokens / step_s,
             step_s=step_s,
             peak_bytes=peak_memory_bytes(self.forensics.device),
             grad_accum=grad_accum,
             nonfinite=status.nonfinite,
             skipped=not status.healthy,
-            mfu=self.mfu(tokens / step_s),
+            mfu=self.mfu(status.tokens / step_s),
             more=self._further(status) | {"lr_groups": rates} | dict(figures),
         )
         self.log.write(record)

@@ -17,6 +17,7 @@ class StepStatus:
         loss: cross entropy, nats per valid token; NaN without one.
         nll_sum, target_bytes: summed nats of the step, and the bytes that they encode.
         valid_tokens: labels that count.
+        tokens: tokens of the step, over all ranks.
         nonfinite: number of non-finite gradient values, over all ranks, before the reduction.
         finite: the norm and every rank's loss are finite.
         healthy: the step may be applied. A step without a valid token may not.
@@ -35,6 +36,7 @@ class StepStatus:
     loss: float
     nll_sum: float
     valid_tokens: int
+    tokens: int
     target_bytes: int
     nonfinite: int
     finite: bool

@@ -326,6 +326,24 @@ def test_places_that_were_forgotten_are_found_again(monkeypatch: pytest.MonkeyPa
     assert sum(tokens.values()) == sum(args[4](*place) for place in whole[:50])
 
 
+def test_counts_before_a_row_read_ahead_need_no_walk_from_the_start() -> None:
+    """Each step asks for its first row after the rows of the step were placed."""
+    asked = list[int]()
+
+    def tokens_of(name: str, row: int) -> int:
+        asked.append(row)
+        return 1 + (row * 7 + len(name)) % 5
+
+    args = 5, {"a": Fraction(1, 3), "b": Fraction(2, 3)}, {"a": 2}, {}, tokens_of
+    walk = TokenWalk(*args)
+    for first in range(5, 905, 9):
+        alone = TokenWalk(*args).before(first)
+        walk.place(first + 8)
+        asked.clear()
+        assert walk.before(first) == alone
+        assert len(asked) == 9
+
+
 def test_a_damaged_mask_is_found(path: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(path, tmp_path / "damaged"))
     shard = damaged / "train-learned-00000.bin"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +45,23 @@ def loaders(corpus: Corpus, ranks: int, device_batch: int, position: int = 0) ->
 
 def rows_of(batches: Sequence[Batch]) -> list[int]:
     return [row for batch in batches for row in batch.rows]
+
+
+CHANGES = 7  # the step from which `Counted` says that rows come in another order
+
+
+class Counted:
+    """Rows of a corpus, and where each read of them took place."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus, self.reads = corpus, list[tuple[int, int]]()
+
+    def train_batch(self, rows: Sequence[int], /) -> Batch:
+        self.reads.append((rows[0], threading.get_ident()))
+        return self.corpus.train_batch(rows)
+
+    def changes_at(self, step: int, /) -> bool:
+        return step == CHANGES
 
 
 @pytest.mark.parametrize(("ranks", "device_batch", "accum"), CUTS)
@@ -108,15 +127,76 @@ def test_an_abandoned_iterator_has_read_what_was_taken(corpus: Corpus) -> None:
     assert [batch.rows[0] for batch in order] == [12, 16, 20, 24]
 
 
-def test_a_batch_that_cannot_be_read_does_not_count() -> None:
-    class Damaged:
+def test_a_batch_that_cannot_be_read_does_not_count(corpus: Corpus) -> None:
+    class Damaged(Counted):
         def train_batch(self, rows: Sequence[int], /) -> Batch:
             raise DataError("a foreign id. Fix: none.")
 
-    loader = Loader(Damaged(), 0, 1, 4, position=8)
+    loader = Loader(Damaged(corpus), 0, 1, 4, position=8)
     with pytest.raises(DataError):
         next(loader.take(1))
     assert (loader.position, loader.microbatches) == (8, 0)
+
+
+def test_rows_read_ahead_are_those_taken(corpus: Corpus) -> None:
+    """Each row is read once, in another thread, and the position stays; a rest is read as ever."""
+    source, events = Counted(corpus), list[str]()
+    loader = Loader(source, 1, 2, 3, position=12)
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        events.append("waits")
+        yield
+
+    with loader.ahead(1, 2, waiting()):
+        events.append("block")
+    assert events == ["block", "waits"] and (loader.position, loader.microbatches) == (12, 0)
+    assert [row for row, _ in source.reads] == [15, 21]
+    found = list(loader.take(3))
+    expected = [corpus.train_batch(range(n, n + 3)) for n in (15, 21, 27)]
+    for one, other in zip(found, expected, strict=True):
+        assert one.rows == other.rows and torch.equal(one.ids_BT, other.ids_BT)
+    here = [where == threading.get_ident() for _, where in source.reads]
+    assert here == [False, False, True] and (loader.position, loader.microbatches) == (30, 3)
+    with loader.ahead(CHANGES, 2, waiting()):
+        pass
+    assert events == ["block", "waits"]
+
+
+def test_rows_read_ahead_are_dropped_by_another_position(corpus: Corpus) -> None:
+    """After a rewind of a mixture a row may be another one: read again."""
+    source = Counted(corpus)
+    loader = Loader(source, 0, 1, 2)
+    with loader.ahead(1, 2, nullcontext()):
+        pass
+    loader.skip_to(2)
+    assert next(loader.take(1)).rows == (2, 3)
+    assert [row for row, _ in source.reads] == [0, 2, 2]
+
+
+def test_an_error_of_a_row_read_ahead_comes_where_it_is_taken(corpus: Corpus) -> None:
+    class Damaged(Counted):
+        def train_batch(self, rows: Sequence[int], /) -> Batch:
+            if rows[0] == 4:
+                raise DataError("a foreign id. Fix: none.")
+            return corpus.train_batch(rows)
+
+    loader = Loader(Damaged(corpus), 0, 1, 4)
+    with loader.ahead(1, 2, nullcontext()):
+        pass
+    batches = loader.take(2)
+    assert next(batches).rows == (0, 1, 2, 3)
+    with pytest.raises(DataError):
+        next(batches)
+    assert (loader.position, loader.microbatches) == (4, 1)
+
+
+def test_a_block_that_fails_leaves_no_reader_behind(corpus: Corpus) -> None:
+    source = Counted(corpus)
+    loader = Loader(source, 0, 1, 2)
+    with pytest.raises(ZeroDivisionError), loader.ahead(1, 5, nullcontext()):
+        raise ZeroDivisionError
+    assert len(source.reads) == 5
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])

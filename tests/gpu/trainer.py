@@ -78,6 +78,9 @@ class Source:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
+    def changes_at(self, step: int, /) -> bool:
+        return False
+
     def train_batch(self, rows: list[int], /) -> Batch:
         return ragged_batch(rows, T, self.vocab_size)
 

@@ -9,7 +9,7 @@ import pytest
 
 from megacpp.run.step_status import StepStatus
 
-SOUND = StepStatus(1.5, 2.25, 9.0, 4, 16, 0, True, True, {}, None, (), 0, None, {})
+SOUND = StepStatus(1.5, 2.25, 9.0, 4, 6, 16, 0, True, True, {}, None, (), 0, None, {})
 
 
 @pytest.mark.parametrize(

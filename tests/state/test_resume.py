@@ -91,6 +91,9 @@ class Rows:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
+    def changes_at(self, step: int, /) -> bool:
+        return False
+
     def train_batch(self, rows: Sequence[int], /) -> Batch:
         return ragged_batch(rows, SEQ_LEN, self.vocab_size)
 

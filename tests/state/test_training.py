@@ -55,6 +55,9 @@ class Rows:
     def __init__(self) -> None:
         self.read: list[int] = []
 
+    def changes_at(self, step: int, /) -> bool:
+        return False
+
     def train_batch(self, rows: Sequence[int], /) -> Batch:
         self.read += rows
         return ragged_batch(rows, SEQ_LEN)
