@@ -73,6 +73,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "memory-gate": features.memory_gates,
     "four-streams": features.four_streams,
     "ablation": features.ablation_intervals,
+    "several-inputs": features.several_inputs,
     "mixture": corpora.rows_of_a_mixture,
     "conversations": corpora.rows_of_conversations,
     "leaving-rows": corpora.rows_that_leave,

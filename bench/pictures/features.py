@@ -9,6 +9,7 @@ import torch
 
 from bench.ablate import BASE, lines_of
 from bench.pictures.charts import Axes
+from bench.pictures.continued import LEFT, Panel, draw
 from bench.pictures.svg import Drawing
 from bench.reference import ROOT
 from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
@@ -223,4 +224,17 @@ def ablation_intervals() -> Drawing:
     drawing.text(axes.at(0, 0)[0] - 32, bottom + 18, "the base", "note")
     drawing.text(axes.left, bottom + 18, "fewer bits", "note")
     drawing.text(axes.left + axes.wide, bottom + 18, "more bits", "note", end=True)
+    return drawing
+
+
+def several_inputs() -> Drawing:
+    """Draw the loss over a run of Mamba-3 with one input a token and with four."""
+    record = json.loads((ROOT / "docs/mimo.json").read_text())
+    lines = []
+    for kind, run in zip(("s1", "s0"), record["runs"], strict=True):
+        part = record["steps"] / len(run["losses"])
+        lines.append((kind, [((i + 0.5) * part, loss) for i, loss in enumerate(run["losses"])]))
+    drawing = Drawing(760, "Loss of two models of equal size, by tenths of a run")
+    drawing.legend(LEFT, 12, [("s1", "base: one input"), ("s0", "mimo: four inputs")])
+    draw(drawing, [Panel("mean loss of each tenth", lines, "steps", record["steps"])])
     return drawing

@@ -19,7 +19,7 @@ from megacpp.config.presets import preset
 from megacpp.config.settings import setting
 from megacpp.config.values import flag_text
 from megacpp.errors import CheckpointError, MegacppError, config_error
-from megacpp.report.files import flat
+from megacpp.report.files import flat, read_launch
 from megacpp.state.files import rows_by_step
 from megacpp.state.published import published, step_of
 
@@ -65,7 +65,9 @@ def replay(args: ReplayArgs, words: list[str]) -> int:
     from megacpp.state.digests import recorded  # imports torch
 
     folder = Path(args.run)
-    config, launch = (_read(folder / name) for name in ("config.json", "launch.json"))
+    config, launch = _read(folder / "config.json"), read_launch(folder / "launch.json")
+    if not launch:
+        raise CheckpointError(f"{folder}: no launch.json. Fix: give the folder of a run.")
     checkpoint = _checkpoint(folder, args.from_)
     first, known = step_of(checkpoint), rows_by_step(folder / "metrics.jsonl")
     most = max((step for step in known), default=-1) + 1 - first

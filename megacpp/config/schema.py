@@ -194,7 +194,9 @@ class MeshConfig:
         "state", "Exchange of Gated DeltaNet over cp: hand states on, or swap heads."
     )
     ep_dispatch: Literal["per_rank", "per_expert", "padded"] = setting(
-        "per_rank", "Copies of a token sent: one to each rank or expert chosen, or to every rank."
+        "per_rank",
+        "Copies of a token sent: one to each rank or expert chosen, or to every rank. With a"
+        " capacity per_rank sends as per_expert.",
     )
     pp_schedule: Literal[
         "1f1b",

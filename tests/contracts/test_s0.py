@@ -151,16 +151,16 @@ def test_s0_10_activation_bytes_grow_linearly_with_tokens() -> None:
 
 
 def test_s0_11_tensor_parallelism_divides_what_norms_leave() -> None:
-    """Norms that run again save as much of each rank's share, however many ranks share it."""
-    saved = []
-    for tp in (1, 2, 4):
-        mesh, kept = MeshConfig(dp_shard=8 // tp, tp=tp), []
-        for norms in (False, True):
-            again = replace(test_activations.NONE, norms=norms, regather="on")
+    """With and without norms that run again, and with the presets' policy as it is."""
+    kept = replace(test_activations.NONE, regather="on")
+    for again in (kept, replace(test_activations.NONE, norms=True), PER_BLOCK):
+        normed = []
+        for tp in (1, 2, 4):
+            mesh = MeshConfig(dp_shard=8 // tp, tp=tp)
             config = test_activations.of_preset("nam56r_base", mesh=mesh, recompute=again)
-            kept.append(activation_bytes(config, 8).bytes)
-        saved.append(kept[0] - kept[1])
-    assert saved[1] == saved[0] // 2 and saved[2] == saved[0] // 4
+            parts = activation_bytes(config, 8).parts
+            normed.append(sum(part.groups.get("norm", 0) for part in parts))
+        assert normed[1] == normed[0] // 2 > 0 and normed[2] == normed[0] // 4
 
 
 def test_s0_a_recompute_is_on_by_default() -> None:
@@ -229,7 +229,7 @@ def test_s0_g_fused_operations_are_kernels_by_name() -> None:
         assert {"norm_qkv", "residual"} <= {fusion.operation for fusion in found}
         for fusion in found:
             assert fusion.row(run, how) in chapter
-            assert 0 < fusion.of_time < 0.015 and fusion.bytes < 0.04 * fusion.of_bytes
+            assert 0 < fusion.of_time < 0.011 and fusion.bytes < 0.04 * fusion.of_bytes
 
 
 def test_s0_h_transformer_engine_is_refused_in_a_pipeline_with_its_reason() -> None:

@@ -236,6 +236,7 @@ def _drawn(pick: Any, null_rho: float) -> tuple[Config, int]:
         mblock=pick(["none", "conv_bc_only"]),
         rblock=pick(["none", "recurrence", "full_plus_norms"]),
         norms=pick([True, False]),
+        regather=pick(["auto", "on", "off"]),
         core_attn=pick([True, False]),
         mlp=pick([True, False]),
         mla_q_upproj=latent_only and pick([True, False]),
