@@ -3,6 +3,9 @@
     python bench/step.py dense_4m --compare plain
     torchrun --standalone --nproc-per-node=2 bench/step.py dense_4m
 
+If this machine was measured (`python -m bench.gpu --calibrate`), the time that the model of
+`megacpp speed` predicts is printed beside the measured one.
+
 With `--compare plain` megacpp and the plain loop of megacpp/lessons/plain.py take turns, step by
 step, in one process, so that both see the same machine; peak memory is measured in a process of its
 own for each. Shapes: bench/shapes.py; any preset works without `--compare`.
@@ -30,11 +33,13 @@ from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
+from megacpp.launch.record import device_name
 from megacpp.lessons.plain import PlainTrainer
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
 from megacpp.run.metrics import peak_resident_bytes
+from megacpp.run.predicted import foresee
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
@@ -109,6 +114,8 @@ def main() -> None:
         result["ratios"] = {k: rows["megacpp"][k] / rows["plain"][k] for k in rows["plain"]}
     if world.is_main and world.size == 1:
         result["operations_per_block"] = _operations(config, device)
+    if found := foresee(config, world.size, device.type, device_name(device)):
+        result["predicted_s"] = found.time.step_s
     if world.is_main:
         print(json.dumps(result, indent=2) if options.json else _table(result))
     world.close()
@@ -210,6 +217,9 @@ def _table(result: dict) -> str:
         if "ratios" in result:
             cells.append(f"{result['ratios'][key]:14.3f}")
         lines.append(f"{key:16}" + "".join(cells))
+    if "predicted_s" in result:
+        of = result["predicted_s"] / rows["megacpp"]["wall_s_median"]
+        lines.append(f"predicted: {result['predicted_s']:.4f} s, {of:.2f} of the measured median")
     for letter, number in result.get("operations_per_block", {}).items():
         lines.append(f"block {letter}: {number} operations forward and backward")
     return "\n".join(lines)

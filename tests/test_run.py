@@ -74,7 +74,7 @@ def test_the_screen_says_what_runs(single: tuple[Path, str]) -> None:
     for words in (
         "parameters,", "attention", "Mamba-3", "one process, no process group", "tokens a step",
         "adamw", "corpus ", "fresh start, 20 steps", "step  1/20", "step 20/20", "eta ",
-        "bits per byte", "---- sample ----", "backward runs again",
+        "bits per byte", "---- sample ----", "backward runs again", "ablock=selective would free",
         "  no verdict: 6 held-out documents are too few, 64 are needed\n  gzip -9 ",
         ", each document compressed alone\n  xz -9 ", ", all documents as one stream\n",
         "rows and hidden units of experts", "keeps all, its backward comes at once",
@@ -104,6 +104,17 @@ def test_speed_is_of_all_ranks_and_memory_of_the_first_step(
         assert row["mfu"] == pytest.approx(row["tokens_per_s"] * flops / 2e12, rel=1e-12)
     measured = json.loads((folder / "memory/measured.json").read_text())
     assert measured["components"]["activations"]["measured"] > 0, "its forward was followed"
+
+
+def test_memory_is_measured_in_the_first_full_batch(corpus: Path, tmp_path: Path) -> None:
+    """The estimate is of all microbatches, so a step of a batch warmup would be another record."""
+    folder, learned = tmp_path / "run", str(tmp_path / "learned")
+    flags = "--train.device-batch-size 1 --train.grad-accum 4 --train.batch-warmup-steps 3"
+    steps = [*ADAMW, *flags.split(), "--run.steps", "5"]
+    train(corpus, folder, 1, *steps, "--memory.calibration", learned)
+    measured = json.loads((folder / "memory/measured.json").read_text())
+    full = [row["step"] for row in records(folder) if row["grad_accum"] == 4]
+    assert measured["step"] == full[0] + 1 == 4
 
 
 def test_the_run_folder_is_complete(single: tuple[Path, str], corpus: Path) -> None:

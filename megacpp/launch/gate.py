@@ -38,8 +38,11 @@ VERDICTS = {
     "unknown": "the memory of this device is unknown",
 }
 
-# Versions that memory depends on.
-VERSIONS = ("megacpp", "torch", "triton", "cuda driver")
+# Versions that memory depends on: of kernels, the driver, and NCCL with its buffers.
+VERSIONS = (
+    *("megacpp", "torch", "triton", "torchao", "tilelang", "mamba-ssm", "transformer-engine"),
+    *("cuda driver", "nccl"),
+)
 
 
 @dataclass(frozen=True)

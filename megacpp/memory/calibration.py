@@ -38,7 +38,7 @@ OPTIM = (
 )
 TRAIN = ("gradient_sync", "divisor", "nonfinite", "compile")
 OF_A_STEP = "tensors_of_a_step"  # tensors that don't outlive the step
-BATCH = ("device_batch_size", "grad_accum")
+BATCH = ("device_batch_size", "grad_accum", "num_chunks")
 PRECISION = (
     *("dtype", "fp8", "fp8_layers", "fp8_ends", "fp8_recipe", "fp8_local_scales"),
     "fp8_all_gather",
@@ -52,7 +52,7 @@ class Situation:
     Attributes:
         key: hash of all of it.
         family: hash of all but the batch.
-        rows: rows of a device batch.
+        rows: rows of a device batch, or of one of its chunks.
         about: the settings themselves, for people who read a record.
     """
 
@@ -146,7 +146,7 @@ def situation(
         config: resolved, for `size` ranks; kernels by the names that were chosen.
         size: number of devices.
         device: name of the device; `cpu` for a CPU.
-        versions: of this package, torch, Triton and the driver, which memory depends on.
+        versions: of packages, the driver and NCCL, which memory depends on.
         allocator: settings of the environment for torch's allocator.
     """
     about = {
@@ -165,9 +165,8 @@ def situation(
     }
     batch = {name: getattr(config.train, name) for name in BATCH}
     whole = {**about, "batch": batch}
-    return Situation(
-        fingerprint(whole)[:20], fingerprint(about)[:20], config.train.device_batch_size, whole
-    )
+    rows = config.train.device_batch_size // config.train.num_chunks
+    return Situation(fingerprint(whole)[:20], fingerprint(about)[:20], rows, whole)
 
 
 def measures(device: str) -> str:

@@ -276,7 +276,7 @@ def estimate_memory(
         batch_size: rows of a rank's microbatch.
         seq_len: tokens of a row.
         grad_checkpoint: `True` is the recompute policy of the large presets, by kind of block;
-            `False` is the default policy.
+            `False` keeps everything.
         optimizer: which optimizer moves the matrices.
         grad_accum: microbatches of a step; None: one, or two for each stage of a pipeline.
         budget: bytes that may be used, for the verdict.

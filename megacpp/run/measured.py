@@ -27,7 +27,7 @@ FILE = "measured.json"  # in RUN/memory
 
 @dataclass
 class Calibrator:
-    """Measurement of the first step that updates the weights, stored by the first rank.
+    """Measurement of the first step of a full batch that updates the weights, by the first rank.
 
     The step's allocations are recorded one by one (`Forensics`); this gives the peak of live
     tensors by component on a CPU and on a GPU alike. Components are those of the estimated rank,
@@ -44,7 +44,7 @@ class Calibrator:
         folder: folder of the run.
 
     Attributes:
-        waiting: the next step has to be recorded.
+        waiting: the next step of a full batch has to be recorded.
     """
 
     admission: Admission

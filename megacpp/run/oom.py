@@ -144,12 +144,17 @@ def _grown(found: Forensics | None, failed: Snapshot | None) -> list[str]:
         lines.append(f"largest in {failed.where or 'this step'}: {said}")
     if first is None or last is None:
         return [*lines, "grown: not known, there was no snapshot yet (memory.snapshot_every)"]
-    grown = {k: v - last.at_peak.get(k, 0) for k, v in failed.at_peak.items()}
-    top = sorted((x for x in grown.items() if x[1] > 0), key=lambda x: -x[1])[:3]
-    said = ", ".join(f"{name} {words(more)}" for name, more in top) or "no component is larger"
-    lines.append(f"grown since the fullest moment of step {last.step}: {said}")
     if failed.followed:
+        grown = {k: v - last.at_peak.get(k, 0) for k, v in failed.at_peak.items()}
+        top = sorted((x for x in grown.items() if x[1] > 0), key=lambda x: -x[1])[:3]
+        said = ", ".join(f"{name} {words(more)}" for name, more in top) or "no component is larger"
+        lines.append(f"grown since the fullest moment of step {last.step}: {said}")
         lines.append(_between(last, failed, f"from step {last.step} to the error"))
+    else:
+        lines.append(
+            f"grown in step {failed.step}: not known, the step wasn't recorded "
+            "(memory.snapshot_every=1 records all, which then take half as long again)"
+        )
     if first is not last:
         lines.append(_between(first, last, f"from step {first.step} to {last.step}"))
     return lines

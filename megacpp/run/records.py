@@ -112,7 +112,9 @@ class Records:
         self.clock.step(step)
         self._began = time.perf_counter()
         self.profile.begin(step)
-        self.forensics.begin(step, asked=self.calibrator.waiting)
+        batches = self.launch.batches  # the estimate is of the full batch, not of a warmup's
+        full = batches.accum(step) == batches.grad_accum
+        self.forensics.begin(step, asked=self.calibrator.waiting and full)
 
     def end(
         self,

@@ -13,6 +13,7 @@ from megacpp.config.arguments import parse_run
 from megacpp.config.presets import nam52_deep, nam52_deep_base, tiny
 from megacpp.config.schema import KEEP
 from megacpp.errors import ConfigError
+from megacpp.memory.calibration import write_record
 from megacpp.memory.estimate import estimate, estimate_memory
 from megacpp.model.documents import Documents
 from tests.checkpointing import test_compile_estimate
@@ -77,12 +78,13 @@ def test_s3_5_five_percent_decide_whether_an_estimate_is_trusted() -> None:
     test_calibration.test_a_miss_widens_the_margin_by_exactly_that_much()
 
 
-def test_s3_5_the_key_holds_all_that_memory_depends_on() -> None:
-    by_kernel = [
-        test_calibration.key(test_calibration.resolved("--kernels.attention", name)).key
-        for name in ("torch", "reference")
-    ]
-    assert by_kernel[0] != by_kernel[1]
+def test_s3_5_the_key_holds_all_that_memory_depends_on(tmp_path: Path) -> None:
+    """A record of one attention kernel doesn't replace that of another."""
+    for name in ("torch", "reference"):
+        where = test_calibration.key(test_calibration.resolved("--kernels.attention", name))
+        given = {"key": where.key, "family": where.family}
+        write_record(tmp_path, test_calibration.record(1.0, **given), where)
+    assert len(list(tmp_path.iterdir())) == 2
     test_calibration.test_what_memory_does_not_depend_on_makes_none()
     test_calibration.test_trust_needs_every_bucket_that_was_measured()
 

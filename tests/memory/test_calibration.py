@@ -177,6 +177,10 @@ def test_batches_are_neighbours() -> None:
     four = key(resolved("--train.device-batch-size", "4"))
     assert two.family == four.family and two.key != four.key
     assert (two.rows, four.rows) == (2, 4)
+    staged = "--mesh.pp 2 --train.device-batch-size 8".split()
+    whole, cut = (key(resolved(*staged, *n.split())) for n in ("", "--train.num-chunks 4"))
+    assert whole.family == cut.family and whole.key != cut.key
+    assert (whole.rows, cut.rows) == (8, 2)
 
 
 def test_records_are_kept_whole_and_bad_ones_are_named(tmp_path: Path) -> None:

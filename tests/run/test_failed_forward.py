@@ -130,6 +130,22 @@ def test_the_last_e_block_s_rows_are_dispatch_and_earlier_blocks_activations(
     assert found.most["moe_routing/dispatch"] >= 0.8 * whole.most["moe_routing/dispatch"]
 
 
+def test_a_step_that_is_not_recorded_is_said_to_be_unknown(tmp_path: Path) -> None:
+    """Bytes that outlive the step are no growth since a recorded step's peak."""
+    rig = alone(tmp_path, with_experts())
+    for number in range(2):
+        rig.step(number)
+    rig.step(2)
+    rig.forensics.every = 1000
+    found = rig.failing(rig.model.get_submodule("blocks.4.mixer.experts"), 3)
+    assert not found.followed and found.step == 4
+    screen = oom_screen(MemoryError("no room"), tmp_path, rig.forensics)
+    assert "grown in step 4: not known, the step wasn't recorded" in screen
+    assert "no component is larger" not in screen and "from step 2 to 3" in screen
+    written = json.loads((tmp_path / "memory/summary-rank-0.json").read_text())
+    assert written["largest_growth"]["steps"] == [2, 3], "of recorded steps alone"
+
+
 def test_what_is_written_at_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A snapshot that can be read and compared, this rank's summary, and one line of blame."""
     rig = alone(tmp_path, with_experts())

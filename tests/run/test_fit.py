@@ -330,10 +330,10 @@ def test_the_margin_of_calibration_reaches_the_ladder(
     estimator: Any = SimpleNamespace(size=8, room=room, admission=lambda config: Assessed)
     plan = SimpleNamespace(candidates=PLAN, world=8, budget_bytes=100, tokens_per_step=1)
     vars(plan).update(considered=1, out={})
-    ladders: list[Ladder] = []
+    climbs: list[tuple[Ladder, int]] = []
 
-    def climbed(ladder: Ladder, *_: Any) -> Rung:
-        ladders.append(ladder)
+    def climbed(ladder: Ladder, _: Any, most: int) -> Rung:
+        climbs.append((ladder, most))
         return PLAN[0]
 
     monkeypatch.setattr("megacpp.launch.auto_fit.planned", lambda *_: plan)
@@ -342,8 +342,9 @@ def test_the_margin_of_calibration_reaches_the_ladder(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     run = replace(BASE, run=replace(BASE.run, dir=str(tmp_path / "run")))
     _lead(RankStore(), estimator, Resolved(run, {}, ()))
-    (ladder,) = ladders
+    ((ladder, most),) = climbs
     assert ladder.extra_bytes(PLAN[0]) == 7
+    assert most == run.memory.fit_candidates > 1, "the first that fits isn't the fastest"
 
 
 def test_other_ranks_hear_that_the_first_one_failed(
