@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
+from tests.differences import largest
+
 Record = Callable[[str, object], None]
 
 
@@ -25,15 +27,15 @@ def figures(report: Path) -> str:
     """
     root = ElementTree.parse(report).getroot()
     counts: dict[str, int] = {}
-    largest: dict[str, float] = {}
+    most: dict[str, float] = {}
     for one in root.iter("property"):
         name, value = one.attrib["name"], one.attrib["value"]
         if value.isdecimal():
             counts[name] = counts.get(name, 0) + int(value)
         else:
-            largest[name] = max(largest.get(name, 0.0), float(value))
+            most[name] = largest([most.get(name, 0.0), float(value)])
     found = [f"{value:,} {name}" for name, value in counts.items()]
-    found += [f"{name} {value:.2g}" for name, value in largest.items()]
+    found += [f"{name} {value:.2g}" for name, value in most.items()]
     suite = next(root.iter("testsuite")).attrib
     bad = {key: int(suite[key]) for key in ("failures", "errors", "skipped")}
     found.append(f"{int(suite['tests']) - sum(bad.values())} tests passed")

@@ -118,8 +118,12 @@ def in_a_session(
 
 
 def until(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Wait until something is true of a run that must not end before."""
-    deadline = time.monotonic() + LONG_S
+    """Wait until something is true of a run that must neither end nor hang before."""
+    deadline, still = time.monotonic() + LONG_S, Stillness()
     while not what():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        late = time.monotonic() > deadline or still.hangs([process.pid])
+        if late or process.poll() is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError(("hangs" if late else "has ended", *process.communicate()))
         time.sleep(0.05)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megacpp.lessons import ranks
 from parallel.boundary import AccumulationBoundary
-from tests.launch import forked, watched
+from tests.launch import forked, in_a_session, until, watched
 from tests.test_run import ADAMW, SMALL
 
 
@@ -52,3 +52,16 @@ def test_a_started_program_that_computes_is_waited_for(monkeypatch: pytest.Monke
     burns = "import time; until = time.monotonic() + 4\nwhile time.monotonic() < until: pass"
     monkeypatch.setattr(ranks, "STILL_S", 1.5)
     assert watched([sys.executable, "-c", burns]).returncode == 0
+
+
+@pytest.mark.parametrize(("words", "why"), [("time.sleep(99)", "hangs"), ("0", "has ended")])
+def test_waiting_for_a_run_ends_with_it(
+    words: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that computes nothing any more never does what is waited for."""
+    monkeypatch.setattr(ranks, "STILL_S", 1.5)
+    with (
+        in_a_session("-c", f"import time; print('said', flush=True); {words}") as process,
+        pytest.raises(AssertionError, match=f"{why}.*said"),
+    ):
+        until(lambda: False, process)

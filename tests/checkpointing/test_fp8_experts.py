@@ -241,6 +241,8 @@ MESHES = {
     "tp": (MeshConfig(tp=2, dp_shard=1), "EF"),
     "tp, heads": (MeshConfig(tp=2, dp_shard=1), "AM"),
     "tp, ep": (MeshConfig(tp=2, dp_shard=1, ep=2), "EE"),
+    "tp 2, ep 4": (MeshConfig(tp=2, dp_shard=2, ep=4), "EE"),
+    "dropped": (MeshConfig(dp_shard=2, ep=2, ep_dispatch="padded"), "EF"),
     "pipeline": (MeshConfig(pp=2, dp_shard=1), "EE"),
 }
 
@@ -262,6 +264,9 @@ def test_every_mesh_rounds_alike(name: str) -> None:
             moe=dataclasses.replace(own.moe, shared_hidden_dim=64),
         )
 
+    if name == "dropped":  # copies of all ranks' tokens compete: one rank takes them at once
+        own = dataclasses.replace(own, moe=dataclasses.replace(own.moe, capacity_factor=1.0))
+
     def body(rank: int, world_size: int, run: Run) -> Slices:
         base = config_of(run)
         precision = dataclasses.replace(
@@ -273,10 +278,10 @@ def test_every_mesh_rounds_alike(name: str) -> None:
         AccumulationBoundary(model, world, config).accumulate(batches_of(0, world, run))
         return gradients(model)
 
-    accum = 2 if mesh.pp == 1 else 4
+    accum = 1 if name == "dropped" else 2 if mesh.pp == 1 else 4
     spread = Run("A", mesh, accum=1 if mesh.pp == 1 else accum, dtype="fp32")
     expected = body(0, 1, dataclasses.replace(spread, mesh=MeshConfig(dp_shard=1), accum=accum))
-    for found in run_ranks(functools.partial(body, run=spread), 2):
+    for found in run_ranks(functools.partial(body, run=spread), spread.world):
         assert error(found, expected)[0] <= 1e-5
 
 

@@ -31,6 +31,7 @@ from tests.mutants.judge import PlantedTree, Verdict
 ROOT = Path(__file__).parents[2]
 FOUND_BY = Path(__file__).with_name("found_by.json")
 NEAR = 2  # lines between a fault and those of the list whose finders are asked first
+LEAST = 0.95  # of all faults: a test must find them
 ACCEPTED_S = 30.0  # CPU seconds for a fault that has a reason why no test finds it
 
 
@@ -165,7 +166,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Judge the chosen faults and write the table; 1 if a fault without a reason isn't found."""
+    """Judge the chosen faults and write the table; 1 if a rule of `shortfalls` is broken."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants",
         description=__doc__,
@@ -207,7 +208,32 @@ def main() -> int:
         new = {name: by for name, by in (found_before() | new).items() if "::" in by}
         FOUND_BY.write_text(json.dumps(dict(sorted(new.items())), indent=1) + "\n")
     print(*(line for line in table(rows).splitlines() if not line.startswith("| killed")), sep="\n")
-    return int(any(r["outcome"] != "killed" and not r["accepted"] for r in rows))
+    found = shortfalls(rows, whole=given.only == ["*"])
+    print(*found, sep="\n")
+    return int(bool(found))
+
+
+def shortfalls(rows: list[dict[str, Any]], whole: bool) -> list[str]:
+    """Return a line for each rule that verdicts break.
+
+    Args:
+        rows: verdicts.
+        whole: they are of every fault, so a share of them counts.
+    """
+    killed = [row["outcome"] == "killed" for row in rows]
+    found = [
+        f"no test finds {row['name']} ({row['where']}), and no reason is known"
+        for row, dead in zip(rows, killed, strict=True)
+        if not dead and not row["accepted"]
+    ]
+    found += [
+        f"{row['by']} finds {row['name']} ({row['where']}): its reason isn't true any more"
+        for row, dead in zip(rows, killed, strict=True)
+        if dead and row["accepted"]
+    ]
+    if whole and sum(killed) < LEAST * len(rows):
+        found.append(f"{sum(killed)} of {len(rows)} faults were found, less than {LEAST:.0%}")
+    return found
 
 
 def fits(word: str, pattern: str) -> bool:

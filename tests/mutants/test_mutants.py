@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import judge
+from tests.mutants.__main__ import LEAST, shortfalls
 from tests.mutants.choose import FIRST, FileChoice, around
 from tests.mutants.faults import LIST, Fault, found, listed
 from tests.mutants.generate import LEFT_OUT, ROOMS, faults, generated
@@ -28,6 +29,26 @@ def test_every_fault_of_the_list_has_one_place() -> None:
     names = [(fault.file, fault.name) for fault in every]
     assert len(set(names)) == len(names)
     assert len({fault.planted((ROOT / fault.file).read_text()) for fault in every}) == len(every)
+    drawn = (len(every) + 1) // 2
+    assert sum(bool(fault.accepted) for fault in every) <= (1 - LEAST) * (len(every) + drawn)
+
+
+def test_what_a_table_of_verdicts_lacks() -> None:
+    def row(outcome: str, accepted: str = "") -> dict[str, str]:
+        return {"outcome": outcome, "accepted": accepted, "name": "x", "where": "a:1", "by": "t"}
+
+    sound = [row("killed")] * 19 + [row("survived", "no GPU")]
+    assert shortfalls(sound, whole=True) == []
+    assert shortfalls([*sound, row("survived", "no GPU")], whole=False) == []
+    (line,) = shortfalls([*sound, row("survived", "no GPU")], whole=True)
+    assert line == "19 of 21 faults were found, less than 95%"
+    for bad, words in (
+        (row("survived"), "no test finds x (a:1)"),
+        (row("timed out"), "no test finds x (a:1)"),
+        (row("killed", "no GPU"), "isn't true any more"),
+    ):
+        (line,) = shortfalls([row("killed")] * 99 + [bad], whole=True)
+        assert words in line
 
 
 def test_a_test_that_found_a_fault_is_there() -> None:

@@ -351,9 +351,12 @@ def _weighed_later(config: Config) -> Iterator[ConfigError]:
         "before they are rounded to FP8, so the loss would depend on the mesh "
         f"(mesh.ep={config.mesh.ep}, precision.fp8=torchao)"
     )
+    if config.mesh.ep_dispatch == "padded":
+        return  # the weights travel with the tokens
     if config.model.moe.capacity_factor is not None:
         key, value = "model.moe.capacity_factor", config.model.moe.capacity_factor
-        yield config_error(key, value, why, "leave it out, or use precision.fp8_layers=AF")
+        fix = "use mesh.ep_dispatch=padded, leave it out, or use precision.fp8_layers=AF"
+        yield config_error(key, value, why, fix)
     elif config.mesh.ep_dispatch == "per_expert":
         fix = "use mesh.ep_dispatch=per_rank, or precision.fp8_layers=AF"
         yield config_error("mesh.ep_dispatch", "per_expert", why, fix)
