@@ -107,10 +107,10 @@ def test_speed_is_of_all_ranks_and_memory_of_the_first_step(
 
 
 def test_memory_is_measured_in_the_first_full_batch(corpus: Path, tmp_path: Path) -> None:
-    """The estimate is of all microbatches, so a step of a batch warmup would be another record."""
+    """A step of a batch warmup has fewer microbatches; step 2, due for a snapshot, is one."""
     folder, learned = tmp_path / "run", str(tmp_path / "learned")
     flags = "--train.device-batch-size 1 --train.grad-accum 4 --train.batch-warmup-steps 3"
-    steps = [*ADAMW, *flags.split(), "--run.steps", "5"]
+    steps = [*ADAMW, *flags.split(), "--run.steps", "5", "--memory.snapshot-every", "2"]
     train(corpus, folder, 1, *steps, "--memory.calibration", learned)
     measured = json.loads((folder / "memory/measured.json").read_text())
     full = [row["step"] for row in records(folder) if row["grad_accum"] == 4]

@@ -206,7 +206,9 @@ class Forensics:
             "largest_bucket": max(buckets, key=lambda name: buckets[name], default=None),
             "largest_bucket_bytes": max(buckets.values(), default=None),
         }
-        content = {"error": about, **summary([self._row(found if found.followed else self.last)])}
+        # Bytes that outlive a step are no growth since a recorded step's peak.
+        alike = found.followed or not self.follows
+        content = {"error": about, **summary([self._row(found if alike else self.last)])}
         write_json(self.folder / f"summary-rank-{self.rank}.json", content)
         if self.device.type == "cuda" and torch.cuda.is_available():
             name = f"error-step-{found.step}-rank-{self.rank}.pickle"

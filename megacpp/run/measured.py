@@ -57,17 +57,18 @@ class Calibrator:
     def __post_init__(self) -> None:
         self.waiting = bool(self.admission.calibration)  # without a folder nothing is measured
 
-    def after_step(self, updated: bool, found: Snapshot | None) -> list[str]:
-        """Store the first step that updated the weights; every rank calls it.
+    def after_step(self, updated: bool, full: bool, found: Snapshot | None) -> list[str]:
+        """Store the first step of a full batch that updated the weights; every rank calls it.
 
         Args:
             updated: the step changed the weights.
+            full: it had all microbatches, and isn't one of a batch warmup.
             found: snapshot of the step by `Forensics`.
 
         Returns:
             On the main rank the reason why no record could be written; else nothing.
         """
-        if not self.waiting or not updated or found is None:
+        if not (self.waiting and updated and full) or found is None:
             return []
         self.waiting = False
         measured = self._over_ranks(self._of_rank(found))

@@ -150,11 +150,17 @@ def _grown(found: Forensics | None, failed: Snapshot | None) -> list[str]:
         said = ", ".join(f"{name} {words(more)}" for name, more in top) or "no component is larger"
         lines.append(f"grown since the fullest moment of step {last.step}: {said}")
         lines.append(_between(last, failed, f"from step {last.step} to the error"))
-    else:
+    elif found.follows:
         lines.append(
             f"grown in step {failed.step}: not known, the step wasn't recorded "
             "(memory.snapshot_every=1 records all, which then take half as long again)"
         )
+    else:
+        lines.append(
+            f"grown in step {failed.step}: not known, no step of this run can be recorded "
+            "(train.compile, precision.fp8=te and kernels.attention=flex hide tensors)"
+        )
+        lines.append(_between(last, failed, f"from step {last.step} to the error"))
     if first is not last:
         lines.append(_between(first, last, f"from step {first.step} to {last.step}"))
     return lines

@@ -169,7 +169,8 @@ class Records:
         )
         self.log.write(record)
         say(self._compared(step_s))
-        say(self.calibrator.after_step(status.healthy, self.forensics.seen))
+        full = grad_accum == self.launch.batches.grad_accum
+        say(self.calibrator.after_step(status.healthy, full, self.forensics.seen))
 
     def must_go_back(self, step: int) -> bool:
         """Return whether the run must rewind after a step; every rank calls it, and gets the same.

@@ -128,12 +128,18 @@ def test_s3_9_peak_of_every_rank_and_the_largest_growth_are_recorded(
 def test_s3_a_an_error_mid_forward_is_blamed_on_the_bucket_that_grew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the last E block on dispatch, with a snapshot and a summary; a changed chunk on states."""
+    """In the last E block on dispatch, with a snapshot and a summary; a changed chunk on states.
+
+    A larger convolution is blamed on itself, and a step that wasn't recorded on nothing.
+    """
     failed = test_failed_forward
     rows = failed.test_the_last_e_block_s_rows_are_dispatch_and_earlier_blocks_activations
     rows(tmp_path / "rows", KEEP, "AMRFE")
     test_failed_forward.test_what_is_written_at_the_error(tmp_path / "experts", capsys)
     test_failed_forward.test_a_changed_chunk_is_told_from_a_hot_expert_mid_forward(tmp_path)
+    convolution = failed.test_a_larger_convolution_is_told_from_a_changed_chunk_mid_forward
+    convolution(tmp_path / "convolution")
+    failed.test_a_step_that_is_not_recorded_is_said_to_be_unknown(tmp_path / "not recorded")
 
 
 def test_s3_10_the_peak_of_a_step_decides_and_counts_muons_whole_matrices() -> None:

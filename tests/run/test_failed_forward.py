@@ -31,6 +31,7 @@ from megacpp.config.schema import (
     ModelConfig,
 )
 from megacpp.memory.snapshot import Snapshot, compare, file_name, read_snapshot
+from megacpp.model.short_conv import Convolve, ShortConv
 from megacpp.run.failure import report
 from megacpp.run.forensics import Forensics
 from megacpp.run.oom import oom_screen
@@ -146,6 +147,21 @@ def test_a_step_that_is_not_recorded_is_said_to_be_unknown(tmp_path: Path) -> No
     assert written["largest_growth"]["steps"] == [2, 3], "of recorded steps alone"
 
 
+def test_no_setting_is_offered_where_no_step_can_be_recorded(tmp_path: Path) -> None:
+    """With compiled blocks all snapshots are of what outlives a step, so they are comparable."""
+    rig = alone(tmp_path, with_experts())
+    rig.forensics.follows = False
+    for number in range(2):
+        rig.step(number)
+    found = rig.failing(rig.model.get_submodule("blocks.4.mixer.experts"), 2)
+    assert not found.followed and found.step == 3
+    screen = oom_screen(MemoryError("no room"), tmp_path, rig.forensics)
+    assert "grown in step 3: not known, no step of this run can be recorded" in screen
+    assert "memory.snapshot_every" not in screen and "grown from step 2 to the error" in screen
+    written = json.loads((tmp_path / "memory/summary-rank-0.json").read_text())
+    assert written["largest_growth"]["steps"] == [2, 3]
+
+
 def test_what_is_written_at_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A snapshot that can be read and compared, this rank's summary, and one line of blame."""
     rig = alone(tmp_path, with_experts())
@@ -195,6 +211,24 @@ def test_a_changed_chunk_is_told_from_a_hot_expert_mid_forward(tmp_path: Path) -
     found = rig.failing(rig.model.get_submodule("blocks.3.mixer.scan"), 2)
     told = compare(read_snapshot(tmp_path / "memory/step-2.json"), found)
     assert told.cause.name == "ssm_state" and told.largest.bucket == "activations/M scan"
+
+
+def test_a_larger_convolution_is_told_from_a_changed_chunk_mid_forward(tmp_path: Path) -> None:
+    """16 taps instead of 4: the reference keeps each tap of a token (torch's keeps its input)."""
+    base = small("EAMM")
+    rig = alone(tmp_path, replace(base, mamba3=replace(base.mamba3, conv_kernel=4)))
+    for convolve in rig.model.modules():
+        if isinstance(convolve, Convolve):
+            convolve.kernels = replace(convolve.kernels, short_conv="reference")
+    for number in range(2):
+        rig.step(number)
+    for conv in rig.model.modules():
+        if isinstance(conv, ShortConv):
+            conv.weight = nn.Parameter(torch.zeros(conv.num_channels, 1, 16))
+    found = rig.failing(rig.model.get_submodule("blocks.3.mixer.scan"), 2)
+    told = compare(read_snapshot(tmp_path / "memory/step-2.json"), found)
+    assert told.cause.name == "convolution" and told.largest.bucket == "activations/M conv"
+    assert found.where == "forward blocks.3"
 
 
 def hot_rank(rank: int, size: int, folder: Path) -> dict[str, str | None]:

@@ -16,6 +16,7 @@ from megacpp.config.presets import preset
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
 from megacpp.launch.gate import Estimator, memory_budget, set_allocator
+from megacpp.launch.record import all_versions
 from megacpp.memory.budget import host_available_bytes, resident_bytes, words
 from megacpp.memory.calibration import OF_A_STEP, Record, write_record
 from megacpp.memory.estimate import MemoryEstimate
@@ -167,6 +168,25 @@ def test_what_was_measured_widens_the_margin(tmp_path: Path, measured: float, ve
     if verdict == "does_not_fit":
         with pytest.raises(ConfigError, match=r"1\.10 GiB for what was misjudged"):
             of.check(found)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("megacpp", "torch", "triton", "torchao", "tilelang", "mamba-ssm"),
+        *("transformer-engine", "cuda driver", "nccl"),
+    ],
+)
+def test_another_version_makes_another_launch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Kernels, the driver and NCCL allocate memory of their own, so each version is measured."""
+    known = all_versions()
+    assert name in known
+    found = []
+    for version in ("1.0", "1.1"):
+        versions = known | {name: version}
+        monkeypatch.setattr("megacpp.launch.gate.all_versions", lambda v=versions: v)
+        found.append(estimator_of(8, 8).admission(config_of()).situation)
+    assert found[0].family != found[1].family and found[0].key != found[1].key
 
 
 def test_validate_shows_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,12 @@ from torch import nn
 
 from checkpointing.tracing.watch import StepWatch
 from megacpp.config.arguments import parse_run
+from megacpp.config.batch_schedule import BatchSchedule
 from megacpp.launch.gate import Estimator, memory_budget
 from megacpp.memory.calibration import read_records
 from megacpp.run.forensics import Forensics
 from megacpp.run.measured import Calibrator
+from megacpp.run.records import Records
 from tests.run.test_gate import GIB, flat
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -47,7 +49,7 @@ class Rig:
     def watch(self) -> StepWatch:
         return StepWatch(self.model, self.optimizer)
 
-    def step(self, updated: bool = True) -> list[str]:
+    def step(self, updated: bool = True, full: bool = True) -> list[str]:
         self.forensics.begin(self.steps, asked=self.calibrator.waiting)
         self.followed += self.forensics._running is not None
         self.model(torch.ones(2, 200)).sum().backward()
@@ -56,7 +58,7 @@ class Rig:
         self.optimizer.zero_grad()
         assert self.forensics.end(self.steps) == []
         self.steps += 1
-        return self.calibrator.after_step(updated, self.forensics.seen)
+        return self.calibrator.after_step(updated, full, self.forensics.seen)
 
     def stored(self) -> dict[str, Any]:
         (path,) = self.to.iterdir()
@@ -85,6 +87,29 @@ def test_the_first_step_that_updates_is_measured_once(tmp_path: Path) -> None:
     assert content["step"] == 2 and rig.followed == 2
     assert rig.step() == [] and rig.followed == 2, "the first step alone"
     assert [p.name for p in (tmp_path / "memory").iterdir()] == ["measured.json"], "no snapshot"
+
+
+def test_a_step_of_a_batch_warmup_is_not_stored(tmp_path: Path) -> None:
+    """The estimate is of all microbatches; the calibrator waits for the first full step."""
+    rig = Rig(tmp_path)
+    for _ in range(2):
+        assert rig.step(full=False) == [] and rig.calibrator.waiting
+    assert list(tmp_path.iterdir()) == []
+    assert rig.step() == [] and rig.stored()["step"] == 3 and not rig.calibrator.waiting
+
+
+def test_only_full_steps_are_traced_for_the_calibrator() -> None:
+    """Three warmup steps of 1, 2 and 3 microbatches cost no tracing; steps of all four do."""
+    told: list[bool] = []
+    records: Any = object.__new__(Records)
+    records.clock = SimpleNamespace(step=lambda step: None)
+    records.profile = SimpleNamespace(begin=lambda step: None)
+    records.forensics = SimpleNamespace(begin=lambda step, asked: told.append(asked))
+    records.calibrator = SimpleNamespace(waiting=True)
+    records.launch = SimpleNamespace(batches=BatchSchedule(1, grad_accum=4, warmup_steps=3))
+    for step in range(5):
+        records.begin(step)
+    assert told == [False, False, False, True, True]
 
 
 def test_the_peak_by_component_is_that_of_the_step(tmp_path: Path) -> None:
