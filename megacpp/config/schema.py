@@ -195,8 +195,8 @@ class MeshConfig:
     )
     ep_dispatch: Literal["per_rank", "per_expert", "padded"] = setting(
         "per_rank",
-        "Copies of a token sent: one to each rank or expert chosen, or to every rank. With a"
-        " capacity per_rank sends as per_expert.",
+        "Copies of a token sent: to each rank chosen (with a capacity: expert), each expert, every"
+        " rank.",
     )
     pp_schedule: Literal[
         "1f1b",
