@@ -89,7 +89,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         sums = boundary.accumulate(clock.reading(loader.take(grad_accum)), step)
         copies, scale = boundary.copies, boundary.loss_scale.value
         norm = clip_gradients(model, config.optim.clip_norm, copies, sums.along, scale)
-        with loader.ahead(step + 1, launch.batches.accum(step + 1), clock.span("data")):
+        with loader.ahead(step + 1, launch.batches.accum(step + 1), clock.part("data")):
             status = boundary.check_step(sums, norm)
         if status.healthy:
             optimizer.step()

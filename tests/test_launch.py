@@ -58,7 +58,7 @@ def test_a_started_program_that_computes_is_waited_for(monkeypatch: pytest.Monke
 def test_waiting_for_a_run_ends_with_it(
     words: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that computes nothing any more never does what is waited for."""
+    """Fail soon, with the output, where a run hangs or is over before the event."""
     monkeypatch.setattr(ranks, "STILL_S", 1.5)
     with (
         in_a_session("-c", f"import time; print('said', flush=True); {words}") as process,

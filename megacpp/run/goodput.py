@@ -118,28 +118,34 @@ class Goodput:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time a block as class `name` instead of the current class."""
+        """Time a block as class `name` instead of the current class, and write it at once."""
+        try:
+            with self.part(name):
+                self._flush()
+                yield
+        finally:
+            self._flush()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time a part of every step as class `name`; the file gets no line for it."""
         assert name in CLASSES
         before = self._class
         self._turn(name)
-        self._flush()
         try:
             yield
         finally:
             self._turn(before)
-            self._flush()
 
     def reading(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield batches; the time until each arrives counts as `data`."""
-        iterator, before = iter(batches), self._class
+        iterator = iter(batches)
         while True:
-            self._turn("data")
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            finally:
-                self._turn(before)
+            with self.part("data"):
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
             yield batch
 
     def idle(self) -> None:

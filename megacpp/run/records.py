@@ -105,7 +105,7 @@ class Records:
         self.held_out = HeldOut(launch.corpus, config, share, evaluate, self.log)
         told = rank == 0, of_sum, self.clock.alive
         self.tasks = Tasks(state.model, launch.corpus, config, *told)
-        self._began, self._steps = 0.0, list[float]()
+        self._began, self._steps, self._full = 0.0, list[float](), False
 
     def begin(self, step: int) -> None:
         """Start the timer and the recorders, before anything of a step happens."""
@@ -113,8 +113,8 @@ class Records:
         self._began = time.perf_counter()
         self.profile.begin(step)
         batches = self.launch.batches  # the estimate is of the full batch, not of a warmup's
-        full = batches.accum(step) == batches.grad_accum
-        self.forensics.begin(step, asked=self.calibrator.waiting and full)
+        self._full = batches.accum(step) == batches.grad_accum
+        self.forensics.begin(step, asked=self.calibrator.waiting and self._full)
 
     def end(
         self,
@@ -169,8 +169,7 @@ class Records:
         )
         self.log.write(record)
         say(self._compared(step_s))
-        full = grad_accum == self.launch.batches.grad_accum
-        say(self.calibrator.after_step(status.healthy, full, self.forensics.seen))
+        say(self.calibrator.after_step(status.healthy, self._full, self.forensics.seen))
 
     def must_go_back(self, step: int) -> bool:
         """Return whether the run must rewind after a step; every rank calls it, and gets the same.

@@ -75,7 +75,7 @@ def _through(
 
 
 def test_a_capacity_drops_what_one_process_drops() -> None:
-    """Of each rank's tokens; `padded` of all ranks' tokens, as one process that has them all."""
+    """Compare with a process that has the rank's tokens; with `padded`, those of all ranks."""
     for found in run_ranks(tight_rank, 2):
         assert len(found) == 9
         for name, value in found.items():

@@ -166,6 +166,21 @@ def test_fast_steps_share_a_line_and_are_lost_in_part(tmp_path: Path) -> None:
     assert found.seconds["step"] == pytest.approx(60 * 0.0625 + 1, abs=1e-9)
 
 
+def test_a_part_of_every_step_writes_no_line(tmp_path: Path) -> None:
+    """A thousand waits for rows are a sum in the line that the steps share."""
+    clock = Clock()
+    goodput = goodput_at(tmp_path, clock)
+    for step in range(1000):
+        goodput.step(step)
+        clock.passes(0.001)
+        with goodput.part("data"):
+            clock.passes(0.0005)
+    goodput.close()
+    lines = (tmp_path / FILE).read_text().splitlines()
+    assert len(lines) <= 5
+    assert account(read_starts(tmp_path / FILE)).seconds["data"] == pytest.approx(0.5)
+
+
 def test_what_passes_after_an_end_is_nobodys_loss(tmp_path: Path) -> None:
     clock = Clock()
     for first in (0, 1):
