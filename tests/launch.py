@@ -21,10 +21,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megacpp.lessons.launch import Done, forked, kept_apart
-from megacpp.lessons.ranks import LONG_S, Stillness, children
+from megacpp.lessons.ranks import GRACE_S, LONG_S, Stillness, children
 
 ROOT = Path(__file__).parents[1]
-__all__ = ["Done", "background", "forked", "started", "until", "watched"]
+__all__ = ["Done", "background", "finished", "forked", "started", "until", "watched"]
 
 
 def started(*flags: str, ranks: int = 1) -> Done:
@@ -44,7 +44,6 @@ def watched(command: Sequence[str]) -> Done:
     Raises:
         TimeoutExpired: see `started`.
     """
-    began, still = time.monotonic(), Stillness()
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -53,20 +52,57 @@ def watched(command: Sequence[str]) -> Done:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    ((out, err),) = finished(process)
+    return Done(command, process.returncode, out, err)
+
+
+def finished(*processes: subprocess.Popen[str]) -> list[tuple[str, str]]:
+    """Wait for processes and their descendants; return what each printed, and its errors.
+
+    A stream of a process that isn't a pipe counts as empty.
+
+    Raises:
+        TimeoutExpired: they still run, or all of them wait; with the output of all so far. They
+            and their descendants are killed then.
+    """
+    began, still = time.monotonic(), Stillness()
+    found: dict[int, tuple[str, str]] = {}
     late = False
-    while True:
-        try:
-            out, err = process.communicate(timeout=1.0)
-        except subprocess.TimeoutExpired:  # nothing of the output is lost
-            if time.monotonic() - began > LONG_S or still.hangs([process.pid]):
-                late = True
-                for pid in [process.pid, *children(process.pid)]:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            continue
-        if late:
-            raise subprocess.TimeoutExpired(command, time.monotonic() - began, out, err)
-        return Done(command, process.returncode, out, err)
+    while len(found) < len(processes):
+        for process in processes:
+            if process.pid not in found:
+                with suppress(subprocess.TimeoutExpired):  # nothing of the output is lost
+                    found[process.pid] = _said(process, 1.0 / len(processes))
+        left = [process for process in processes if process.pid not in found]
+        if left and (time.monotonic() - began > LONG_S or still.hangs([p.pid for p in left])):
+            late = True
+            for process in left:
+                _kill(process)
+            for process in left:
+                found[process.pid] = _said(process, GRACE_S)
+    said = [found[process.pid] for process in processes]
+    if late:
+        out, err = map("".join, zip(*said, strict=True))
+        raise subprocess.TimeoutExpired(processes[0].args, time.monotonic() - began, out, err)
+    return said
+
+
+def _said(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, str]:
+    out, err = process.communicate(timeout=timeout_s)
+    return out or "", err or ""
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process, its group if it has one, and all descendants."""
+    pids = [process.pid]
+    for pid in pids:
+        pids += children(pid)
+    with suppress(ProcessLookupError):  # its descendants, if it has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    for pid in pids[1:]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -117,13 +153,14 @@ def in_a_session(
         process.communicate()
 
 
-def until(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Wait until something is true of a run that must neither end nor hang before."""
+def until(what: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
+    """Wait until something is true of a run whose processes must neither end nor hang before."""
     deadline, still = time.monotonic() + LONG_S, Stillness()
     while not what():
-        late = time.monotonic() > deadline or still.hangs([process.pid])
-        if late or process.poll() is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise AssertionError(("hangs" if late else "has ended", *process.communicate()))
+        late = time.monotonic() > deadline or still.hangs([p.pid for p in processes])
+        if late or any(process.poll() is not None for process in processes):
+            for process in processes:
+                _kill(process)
+            said = [text for process in processes for text in _said(process, GRACE_S)]
+            raise AssertionError(("hangs" if late else "has ended", *said))
         time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from megacpp.lessons import ranks
 from parallel.boundary import AccumulationBoundary
-from tests.launch import forked, in_a_session, until, watched
+from tests.launch import finished, forked, in_a_session, until, watched
 from tests.test_run import ADAMW, SMALL
 
 
@@ -65,3 +66,29 @@ def test_waiting_for_a_run_ends_with_it(
         pytest.raises(AssertionError, match=f"{why}.*said"),
     ):
         until(lambda: False, process)
+
+
+def test_processes_that_all_wait_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their descendants; the error has the output of those that ended and those that wait."""
+    monkeypatch.setattr(ranks, "STILL_S", 1.5)
+    waits = "import subprocess; print('here', flush=True); subprocess.run(['sleep', '600'])"
+    began = time.monotonic()
+    with (
+        in_a_session("-c", "print('one')") as one,
+        in_a_session("-c", waits) as other,
+        pytest.raises(subprocess.TimeoutExpired) as caught,
+    ):
+        finished(one, other)
+    assert caught.value.output == "one\nhere\n" and other.returncode == -signal.SIGKILL
+    assert time.monotonic() - began < 60
+
+
+def test_a_process_that_waits_for_another_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as any of them computes; each output is returned, however long it is."""
+    monkeypatch.setattr(ranks, "STILL_S", 1.5)
+    burns = "import time; until = time.monotonic() + 4\nwhile time.monotonic() < until: pass"
+    with (
+        in_a_session("-c", f"{burns}\nprint('x' * 200_000)") as first,
+        in_a_session("-c", "import time; time.sleep(3); print('y' * 200_000)") as second,
+    ):
+        assert finished(second, first) == [("y" * 200_000 + "\n", ""), ("x" * 200_000 + "\n", "")]

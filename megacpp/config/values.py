@@ -15,6 +15,14 @@ from megacpp.errors import config_error, did_you_mean
 CLOSE = 0.6  # least similarity of a word to a choice: `fp8` isn't `fp64`
 LARGEST = 2**63 - 1  # largest integer that tensors, files and generators accept
 FEW = 12  # settings of a section that an error still lists
+# Choices that other trainers have and a setting doesn't -> why, and what to use.
+REFUSED = {
+    ("precision.fp8_recipe", "delayed"): (
+        "scales by maxima of earlier steps: a history that isn't saved, isn't rewound after bad "
+        "steps and isn't agreed between ranks",
+        "use precision.fp8_recipe=rowwise_with_gw_hp, which scales by the numbers themselves",
+    )
+}
 
 
 def utf8_words(words: Sequence[str]) -> list[str]:
@@ -45,6 +53,8 @@ def read_value(key: str, kind: Any, text: str) -> Any:
             return None
         return read_value(key, next(o for o in options if o is not type(None)), text)
     if typing.get_origin(kind) is Literal:
+        if (key, text) in REFUSED:
+            raise config_error(key, text, *REFUSED[key, text])
         if text not in options:
             near = did_you_mean(text, options, CLOSE)
             fix = near if near.startswith("did") else "use one of these"

@@ -6,13 +6,14 @@ from dataclasses import replace
 from importlib.util import find_spec
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
 from bench import fused
 from checkpointing.apply import ActivationCheckpointing
 from checkpointing.recompute import BlockRecompute
-from megacpp.config.arguments import parse_run
+from megacpp.config.arguments import parse_run, read_run
 from megacpp.config.checks.fp8 import fp8_rules
 from megacpp.config.presets import PER_BLOCK, PRESETS
 from megacpp.config.schema import (
@@ -23,6 +24,7 @@ from megacpp.config.schema import (
     PrecisionConfig,
     TrainConfig,
 )
+from megacpp.errors import ConfigError
 from megacpp.home import HOME
 from megacpp.kernels.selection import OPERATIONS
 from megacpp.launch.recompute_table import selective_offer
@@ -239,3 +241,6 @@ def test_s0_h_transformer_engine_is_refused_in_a_pipeline_with_its_reason() -> N
     assert found.startswith("mesh.pp=2: Transformer Engine's context and recomputation are")
     assert "--precision.fp8 torchao" in found and "\n" not in found
     assert "mesh.pp" not in broken_keys(changed(config_with(), mesh={"pp": 2}))
+    why = r"^precision.fp8_recipe=delayed: scales by maxima of earlier steps: .* isn't saved, .*"
+    with pytest.raises(ConfigError, match=why + r" Fix: use --precision.fp8-recipe rowwise_.*\Z"):
+        read_run(["tiny", "--precision.fp8", "te", "--precision.fp8-recipe", "delayed"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants import __main__ as program
 from tests.mutants import judge
 from tests.mutants.__main__ import LEAST, shortfalls
 from tests.mutants.choose import FIRST, FileChoice, around
@@ -49,6 +50,24 @@ def test_what_a_table_of_verdicts_lacks() -> None:
     ):
         (line,) = shortfalls([row("killed")] * 99 + [bad], whole=True)
         assert words in line
+
+
+@pytest.mark.parametrize(("only", "code"), [((), 1), (("--only", "a.py"), 0)])
+def test_the_program_fails_by_what_the_table_lacks(
+    only: tuple[str, ...],
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A share counts of every fault alone; the line that says what is wrong is printed."""
+    row = {"outcome": "survived", "accepted": "no GPU", "name": "x", "where": "a:1", "by": ""}
+    monkeypatch.setattr("sys.argv", ["mutants", "--generated", "0", "--out", str(tmp_path), *only])
+    monkeypatch.setattr(program, "listed", lambda root: [])
+    monkeypatch.setattr(program, "Court", lambda *words: None)
+    monkeypatch.setattr(program, "judged", lambda *words: [{**row, "seconds": 1.0}])
+    assert program.main() == code
+    assert ("0 of 1 faults were found, less than 95%" in capsys.readouterr().out) == bool(code)
 
 
 def test_a_test_that_found_a_fault_is_there() -> None:

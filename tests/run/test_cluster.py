@@ -9,14 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, forked
-from tests.ranks import LONG_S
+from tests.launch import ROOT, finished, forked, until
 from tests.run.test_preemption import children
 from tests.test_run import ADAMW, SMALL, records
 
@@ -62,9 +60,13 @@ def agent(
 
 
 def ended(agents: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """Return each process's output; all have ended afterwards."""
+    """Return each process's output; all have ended afterwards.
+
+    A launcher that waits for another node computes nothing. But no such wait is as long as
+    `STILL_S`: a node that is killed counts as lost after six seconds (`rdzv_conf`).
+    """
     try:
-        return [one.communicate(timeout=LONG_S)[0] for one in agents]
+        return [out for out, _ in finished(*agents)]
     finally:
         for one in agents:
             one.kill()
@@ -98,10 +100,7 @@ def test_a_run_goes_on_when_a_node_is_killed(corpus: Path, tmp_path: Path) -> No
     options = [recipe(port, nnodes="1:2", rdzv_conf=f"{times},is_host={host}") for host in (1, 0)]
     agents = [agent(o, [*flags, "--run.dir", str(folder)], tmp_path) for o in options]
     try:
-        deadline = time.monotonic() + LONG_S
-        while not (folder / "metrics.jsonl").exists() or len(records(folder)) < 3:
-            assert agents[0].poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: (folder / "metrics.jsonl").exists() and len(records(folder)) >= 3, *agents)
         lost = agents.pop()
         for process in [lost.pid, *children(lost.pid)]:
             os.kill(process, signal.SIGKILL)
@@ -137,10 +136,7 @@ def test_a_killed_launcher_is_started_again_and_joins_the_other(
     options = [recipe(port, rdzv_conf=f"{times},is_host={host}", **more) for host in (1, 0)]
     agents = [agent(one, flags, tmp_path) for one in options]
     try:
-        deadline = time.monotonic() + LONG_S
-        while not (folder / "metrics.jsonl").exists() or len(records(folder)) < 3:
-            assert agents[0].poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: (folder / "metrics.jsonl").exists() and len(records(folder)) >= 3, *agents)
         agents[1].kill()
         agents[1].wait()
         agents[1] = agent(options[1], flags, tmp_path)
@@ -170,12 +166,10 @@ def test_megacpp_train_from_another_folder_names_the_rank_that_was_killed(
         text=True,
     )
     try:
-        deadline, metrics = time.monotonic() + LONG_S, tmp_path / "runs/far/metrics.jsonl"
-        while not metrics.exists() or not metrics.read_text():
-            assert process.poll() is None and time.monotonic() < deadline, process.stderr
-            time.sleep(0.05)
+        metrics = tmp_path / "runs/far/metrics.jsonl"
+        until(lambda: metrics.exists() and bool(metrics.read_text()), process)
         os.kill(children(process.pid)[0], signal.SIGKILL)
-        _, err = process.communicate(timeout=LONG_S)
+        ((_, err),) = finished(process)
     finally:
         process.kill()
     assert process.returncode == 6, err

@@ -13,7 +13,8 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO
@@ -25,10 +26,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from megacpp.launch import trial
 from megacpp.run import failure
 from tests.launch import ROOT
-from tests.ranks import LONG_S
+from tests.ranks import LONG_S, Stillness, children
 from tests.run.test_cluster import free_port
 from tests.run.test_fit_runs import Forked
-from tests.run.test_preemption import children
 from tests.test_run import ADAMW, SMALL, records
 
 STEPS = 200  # more than pass while a crowded machine forgets the test that kills a node
@@ -90,6 +90,27 @@ def node(is_host: bool, port: int, flags: Sequence[str], log: Path) -> BaseProce
     return process
 
 
+def until(what: Callable[[], bool], nodes: Sequence[BaseProcess], log: Path) -> None:
+    """Wait until something is true; the first launcher must not end before, nor its ranks hang.
+
+    Launchers without ranks aren't looked at: the one that is left computes nothing for 15 seconds,
+    in which another could join (`last_call_timeout`), and that is longer than `STILL_S`.
+    """
+    deadline, still = time.monotonic() + LONG_S, Stillness()
+    while not what():
+        ranks = [pid for one in nodes for pid in children(one.pid)]
+        if not ranks:
+            still = Stillness()
+        late = still.hangs(ranks) or time.monotonic() > deadline
+        if late or not nodes[0].is_alive():
+            for pid in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            said = log.read_text() if log.exists() else ""
+            raise AssertionError("hangs" if late else "has ended", said)
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_the_fit_runs_again_on_the_ranks_that_are_left(corpus: Path, tmp_path: Path) -> None:
     folder, log, port = tmp_path / "run", tmp_path / "log", free_port()
@@ -101,15 +122,11 @@ def test_the_fit_runs_again_on_the_ranks_that_are_left(corpus: Path, tmp_path: P
     flags = ["tiny", *SMALL, *two, *few, *ADAMW, *kept, *paths, "--fit", "auto"]
     nodes = [node(is_host, port, flags, log) for is_host in (True, False)]
     try:
-        deadline = time.monotonic() + LONG_S
-        while not (folder / "metrics.jsonl").exists() or len(records(folder)) < 4:
-            said = log.read_text() if log.exists() else ""
-            assert nodes[0].is_alive() and time.monotonic() < deadline, said
-            time.sleep(0.02)
+        until(lambda: (folder / "metrics.jsonl").exists() and len(records(folder)) >= 4, nodes, log)
         assert nodes[1].pid is not None
         for process in [*children(nodes[1].pid), nodes[1].pid]:
             os.kill(process, signal.SIGKILL)
-        nodes[0].join(LONG_S)
+        until(lambda: not nodes[0].is_alive(), nodes[:1], log)
     finally:
         for one in nodes:
             one.kill()

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import pytest
 
 from megacpp.state.mirror import _key
 from megacpp.state.training import TrainingState
-from tests.ranks import LONG_S, children
+from tests.launch import until
+from tests.ranks import children
 from tests.run.test_async_save import contents, train
 from tests.run.test_cluster import TINY, agent, ended, free_port, recipe
 from tests.run.test_remote_run import same, steps
@@ -96,10 +96,7 @@ def test_a_lost_node_comes_back_from_its_neighbour(corpus: Path, tmp_path: Path)
     """Kill both agents and all ranks, and delete the memory of one node."""
     run, memories = tmp_path / "run", [tmp_path / "a", tmp_path / "b"]
     agents = nodes(corpus, run, memories)
-    began = time.monotonic()
-    while not any(p.name > "step-000006" for m in memories for p in m.glob("*/*")):
-        assert all(a.poll() is None for a in agents) and time.monotonic() < began + LONG_S
-        time.sleep(0.01)
+    until(lambda: any(p.name > "step-000006" for m in memories for p in m.glob("*/*")), *agents)
     ranks = [pid for one in agents for pid in children(one.pid)]
     for pid in [one.pid for one in agents] + ranks:
         os.kill(pid, signal.SIGKILL)

@@ -15,8 +15,8 @@ import pytest
 from megacpp.run.preemption import StopRequest
 from megacpp.state.published import latest_checkpoint
 from tests.figures import Record
-from tests.launch import ROOT, forked
-from tests.ranks import LONG_S, children
+from tests.launch import ROOT, finished, forked, until
+from tests.ranks import children
 from tests.test_run import ADAMW, SMALL, records
 
 STEPS = 200  # of the run that is stopped: more than it gets to
@@ -79,13 +79,10 @@ def test_a_run_that_is_told_to_stop_saves(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        deadline = time.monotonic() + LONG_S
-        while not (folder / "metrics.jsonl").exists() or len(records(folder)) < 2:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: (folder / "metrics.jsonl").exists() and len(records(folder)) >= 2, process)
         told_at = time.monotonic()
         os.kill([process.pid, *children(process.pid)][told], signal.SIGTERM)
-        _, err = process.communicate(timeout=LONG_S)
+        ((_, err),) = finished(process)
         took_s = time.monotonic() - told_at
     finally:
         process.kill()

@@ -14,7 +14,7 @@ from megacpp.state.checkpoint import verify
 from megacpp.state.files import read_parsed
 from megacpp.state.published import latest_checkpoint
 from tests.launch import ROOT
-from tests.ranks import LONG_S, children
+from tests.ranks import LONG_S, Stillness, children
 from tests.torture.disks import rows_of, weights
 from tests.torture.killing import alive
 from tests.torture.yard import Yard
@@ -61,8 +61,12 @@ def stop(yard: Yard, way: str, flags: list[str]) -> tuple[float, str]:
     words = [sys.executable, "-m", "megacpp", "train", *flags, *RANKS]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(words, cwd=ROOT, env=yard.env, start_new_session=True, **quiet)
-    deadline = time.monotonic() + LONG_S
-    while rows_of(folder) <= before and process.poll() is None and time.monotonic() < deadline:
+    deadline, still = time.monotonic() + LONG_S, Stillness()
+    while rows_of(folder) <= before and process.poll() is None:
+        if still.hangs([process.pid]) or time.monotonic() > deadline:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return 0.0, "hangs before the first step of its start"
         time.sleep(0.05)
     time.sleep(yard.rng.uniform(0.0, LATEST_S))
     ranks = children(process.pid)

@@ -37,6 +37,17 @@ def test_counts_add_up_and_failures_add_none(pytester: pytest.Pytester) -> None:
     assert found == "5 kills survived; largest difference 3e-09; 3 tests passed; 1 failures"
 
 
+@pytest.mark.parametrize("values", [("nan", "1e-9"), ("1e-9", "nan"), ("inf", "1e-9")])
+def test_a_figure_that_is_not_finite_is_the_largest(
+    values: tuple[str, str], tmp_path: Path
+) -> None:
+    rows = "".join(f'<property name="largest difference" value="{value}"/>' for value in values)
+    report = tmp_path / "report.xml"
+    counts = 'tests="2" failures="0" errors="0" skipped="0"'
+    report.write_text(f"<testsuites><testsuite {counts}>{rows}</testsuite></testsuites>")
+    assert figures(report) == "largest difference inf; 2 tests passed"
+
+
 def test_kills_may_be_as_far_apart_as_ten_times_their_cost() -> None:
     seconds = {"step": 60.0, "restart_lost": 12.0, "idle": 30.0}
     said = cost_of_kills(Account(seconds, 102.0, startup_s=30.0, redone_s=6.0, starts=3))
