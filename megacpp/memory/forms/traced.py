@@ -16,6 +16,7 @@ from typing import Any
 
 from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.blocks.kinds import KINDS
+from megacpp.config.checks.fp8 import fp8_blocks
 from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
@@ -61,6 +62,7 @@ class TracedPart:
         grouped: the streams of the chain are recomputed together.
         reached: its input has a gradient; in the warm-up of sparse attention, behind an indexer.
         split: its backward may be two walks, for gradients of inputs and of weights.
+        wide: its products are not in FP8, whatever its kind's are: `precision.fp8_ends`.
     """
 
     chain: tuple[str, ...]
@@ -69,6 +71,7 @@ class TracedPart:
     grouped: bool = False
     reached: bool = True
     split: bool = False
+    wide: bool = False
 
     @property
     def kind(self) -> str:
@@ -89,11 +92,16 @@ class TracedPart:
 def layer_parts(config: Config) -> list[TracedPart]:
     """Return all layers of a model, in order."""
     kinds = layer_kinds(config.model)
-    found = [TracedPart((kind,), last=n + 1 == len(kinds)) for n, kind in enumerate(kinds)]
+    narrow = set(fp8_blocks(config))
+    wide = [bool(narrow) and n not in narrow for n in range(len(kinds))]
+    found = [
+        TracedPart((kind,), last=n + 1 == len(kinds), wide=wide[n]) for n, kind in enumerate(kinds)
+    ]
     for group in stream_groups(config):
         chain = tuple(kinds[group.start : group.stop])
         for place, layer in enumerate(group):
-            found[layer] = TracedPart(chain, place, grouped=True)
+            any_wide = any(wide[n] for n in group)  # traced together; wide ones take more
+            found[layer] = TracedPart(chain, place, grouped=True, wide=any_wide)
     if warms_up(config.model):
         first = next(n for n, kind in enumerate(kinds) if "A.index" in kind)
         found[: first + 1] = [replace(part, reached=False) for part in found[: first + 1]]
@@ -152,7 +160,7 @@ def _layers_request(own: LocalShapes, part: TracedPart) -> BlockRequest:
         policy["activation_memory_budget"] = 1.0 if part.last else whole
     kernels = {need.kernel for need in needs} - {""} | SHARED
     few = _config(sizes, model, {**mesh, "cp": cp}, policy, kernels)
-    if own.fp8 & {kind[0] for kind in part.chain}:
+    if not part.wide and own.fp8 & {kind[0] for kind in part.chain}:
         fp8 = replace(config.precision, dtype=few.precision.dtype, fp8_ends=0)
         few = replace(few, precision=replace(fp8, fp8_layers="".join(sorted(own.fp8))))
     shortest = max(need.document(config) for need in needs) if own.most else 0
