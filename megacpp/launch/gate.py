@@ -40,8 +40,8 @@ VERDICTS = {
 
 # Versions that memory depends on: of kernels, the driver, and NCCL with its buffers.
 VERSIONS = (
-    *("megacpp", "torch", "triton", "torchao", "tilelang", "mamba-ssm", "transformer-engine"),
-    *("cuda driver", "nccl"),
+    *("megacpp", "torch", "triton", "torchao", "tilelang", "mamba-ssm", "flash-linear-attention"),
+    *("transformer-engine", "cuda driver", "nccl"),
 )
 
 

@@ -14,7 +14,8 @@ from typing import Any
 SCHEMA = 2
 PACKAGES = (
     *("megacpp", "torch", "numpy", "safetensors", "tokenizers", "tensorboard", "rich"),
-    *("triton", "torchao", "tilelang", "mamba-ssm", "transformer-engine"),
+    *("triton", "torchao", "tilelang", "mamba-ssm", "flash-linear-attention"),
+    "transformer-engine",
 )
 MACHINE = ("cuda", "cuda driver", "nccl")
 
