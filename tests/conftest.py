@@ -15,6 +15,8 @@ os.environ["COLUMNS"] = "80"  # what is printed doesn't depend on whose terminal
 import pytest
 import torch
 
+from tests.together import choose
+
 torch.set_num_threads(1)
 # A backward starts a thread for each device, after which no rank can be forked. Builds for CUDA see
 # one among fake tensors, but the first backward of a process decides: this one sees none.
@@ -37,18 +39,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 GRIDS = (
     "tests/checkpointing/",
     "tests/docs/test_pictures.py",
-    "tests/interop/test_code.py",
-    "tests/interop/test_export.py",
+    "tests/interop/",
     "tests/memory/",
+    "tests/model/",
     "tests/optim/test_meshes.py",
     "tests/packs/",
-    "tests/parallel/test_dry_run.py",
-    "tests/run/test_async_save.py",
-    "tests/run/test_mesh_runs.py",
-    "tests/run/test_mixture.py",
-    "tests/run/test_rewind.py",
-    "tests/run/test_tasks.py",
+    "tests/parallel/",
+    "tests/run/",
     "tests/state/",
+    "tests/test_golden_bf16.py",
 )
 
 
@@ -63,6 +62,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = config.getoption("--part")
     config.hook.pytest_deselected(items=[i for i in items if not in_part(i.nodeid, part)])
     items[:] = [i for i in items if in_part(i.nodeid, part)]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    choose(session.items)
 
 
 @pytest.fixture(scope="module", autouse=True)

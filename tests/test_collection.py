@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import GRIDS, in_part
+from tests.together import Together
 
 ROOT = Path(__file__).parents[1]
 # Modules of packages whose names differ.
@@ -78,5 +79,19 @@ def test_parts_of_grids_are_each_in_one_part() -> None:
     assert sum(map(len, parts)) == len(set.union(*parts)) == 300 and min(map(len, parts)) > 80
     assert all(in_part(case, "0/1") for case in cases)
     assert in_part("tests/memory/test_x.py::test_y", "1/3"), "a test without cases is in all"
-    assert in_part("tests/run/test_x.py::test_y[2]", "1/3"), "so is one outside of grids"
+    assert in_part("tests/wiring/test_x.py::test_y[2]", "1/3"), "so is one outside of grids"
     assert all((ROOT / path).exists() for path in GRIDS)
+
+
+@pytest.mark.parametrize("case", [1, 2])
+def test_results_of_chosen_cases_are_made_together(case: int) -> None:
+    """Once, with what they are compared with; a case that no test was chosen of is made alone."""
+    made: list[list[int]] = []
+
+    def make(cases: list[int]) -> dict[int, int]:
+        made.append(cases)
+        return {case: 10 * case for case in cases}
+
+    results = Together(__name__, [1, 2, 3], make, lambda case: [-case])  # 3 is of no test
+    assert results[case] == 10 * case and results[-case] == -10 * case and results[3] == 30
+    assert made[0][0] == case and -case in made[0] and 3 not in made[0] and made[1:] == [[3, -3]]

@@ -15,14 +15,20 @@ from megacpp.kernels.selection import OPERATIONS
 from tests.golden import narrow
 from tests.golden.narrow import Case, cases
 from tests.model.in_child import interpreted
+from tests.together import Together
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def by_triton() -> dict[str, dict[str, float]]:
-    """Return the results of each case in one run of Triton's interpreter."""
-    return json.loads(interpreted("tests.golden.narrow")[-1])
+def by_triton() -> Together[Case, dict[str, float]]:
+    """Return the results of each case; chosen ones are one run of Triton's interpreter."""
+
+    def make(some: list[Case]) -> dict[Case, dict[str, float]]:
+        found = json.loads(interpreted("tests.golden.narrow", *(case.id for case in some))[-1])
+        return {case: found[case.id] for case in some}
+
+    return Together(__name__, [c for c in cases() if c.interpreted and not c.missing(CPU)], make)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +38,7 @@ def by_triton() -> dict[str, dict[str, float]]:
 def test_golden_data_in_bf16(case: Case, request: pytest.FixtureRequest) -> None:
     if missing := case.missing(CPU):
         pytest.skip(f"not installed: {missing}")
-    off = request.getfixturevalue("by_triton")[case.id] if case.interpreted else case.run(CPU)
+    off = request.getfixturevalue("by_triton")[case] if case.interpreted else case.run(CPU)
     assert off and max(off.values()) <= 1, {name: x for name, x in off.items() if not x <= 1}
 
 

@@ -6,6 +6,7 @@ steps, gradients of the first, expert counts, weights after the last. Packed doc
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ import pytest
 from megacpp.config.checks.recompute import recompute_rules
 from megacpp.config.schema import KEEP, MeshConfig
 from tests.parallel.parity import Run, Trace, check, config_of, traces_of
+from tests.together import Together
 
 REGIONS = replace(
     KEEP,
@@ -65,8 +67,8 @@ RUNS = [
 
 
 @pytest.fixture(scope="module")
-def traces() -> dict[Run, list[Trace]]:
-    return traces_of([*RUNS, *(run.reference for run in RUNS)])
+def traces() -> Together[Run, list[Trace]]:
+    return Together(__name__, RUNS, traces_of, lambda run: [run.reference])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -88,10 +90,9 @@ SENDS = [
 
 
 @pytest.fixture(scope="module")
-def sends() -> dict[Run, list[Trace]]:
-    again = (REGIONS, SPREAD_BLOCKS)
-    runs = [*SENDS, *(replace(run, recompute=p) for run in SENDS for p in again)]
-    return traces_of(runs, collectives=True)
+def sends() -> Together[Run, list[Trace]]:
+    make, again = functools.partial(traces_of, collectives=True), (REGIONS, SPREAD_BLOCKS)
+    return Together(__name__, SENDS, make, lambda run: [replace(run, recompute=p) for p in again])
 
 
 @pytest.mark.parametrize("run", SENDS, ids=str)

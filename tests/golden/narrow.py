@@ -1,6 +1,6 @@
 """Golden data in bf16 by every backend of every operation: a table of cases.
 
-    TRITON_INTERPRET=1 python -m tests.golden.narrow      the cases that Triton's interpreter runs
+    TRITON_INTERPRET=1 python -m tests.golden.narrow [ID...]      cases that the interpreter runs
 
 What a model has in bf16 is rounded to bf16 before a case begins; gates, states, biases and routers
 stay fp32. Results are compared with the stored fp64 values, which know of no rounding: 1e-2 of the
@@ -15,6 +15,7 @@ zeros, which change no result.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -268,5 +269,6 @@ if __name__ == "__main__":
     from tests.model.triton_interpreter import mend  # tests without Triton import this file
 
     (mend if find_spec("mamba_ssm") is None else on_a_cpu)(tf32=True)
-    chosen = [c for c in cases() if c.interpreted and not c.missing(torch.device("cpu"))]
+    there = [c for c in cases() if c.interpreted and not c.missing(torch.device("cpu"))]
+    chosen = [case for case in there if case.id in sys.argv[1:] or not sys.argv[1:]]
     print(json.dumps({case.id: case.run(torch.device("cpu")) for case in chosen}))

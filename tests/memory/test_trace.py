@@ -16,6 +16,7 @@ from megacpp.config.schema import Config
 from megacpp.memory.components import COMPONENTS
 from tests.memory.allocator_peak import allocator_peak
 from tests.ranks import on_worlds
+from tests.together import Together
 
 BASE = "tiny --train.device cpu --model.dim 64 --model.vocab_size 256 --data.seq_len 64"
 SELECTIVE = (
@@ -70,15 +71,17 @@ def config_of(size: int, pattern: str, flags: str) -> Config:
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[int, list[int]]:
+def measured() -> Together[int, list[int]]:
     """By number of the case, what each rank's allocator gave."""
-    worlds = {number: case[0] for number, case in enumerate(CASES)}
 
     def play(rank: int, number: int) -> int:
-        size = worlds[number]
+        size = CASES[number][0]
         return allocator_peak(config_of(*CASES[number]), size, rank, number % size)
 
-    return on_worlds(play, worlds)
+    def make(numbers: list[int]) -> dict[int, list[int]]:
+        return on_worlds(play, {number: CASES[number][0] for number in numbers})
+
+    return Together(__name__, range(len(CASES)), make)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: " ".join(map(str, CASES[n])))

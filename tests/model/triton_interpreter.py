@@ -17,6 +17,7 @@ in an order of its own is refused, not guessed: reductions and atomics of bf16.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,10 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 BF16 = tl.bfloat16
-patch_tensor: Any = interpreter._patch_lang_tensor
+patch, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
 checked: Any = TensorHandle.__post_init__
 check_tensor: Any = interpreter.ReduceScanOpInterface.check_tensor
-dtype_of, fits = interpreter._get_np_dtype, interpreter._validate_np_data_size
+numpy_dtype, fits = interpreter._get_np_dtype, interpreter._validate_np_data_size
 Numbers = Any  # of numpy
 
 
@@ -45,14 +46,35 @@ def mend(tf32: bool = False) -> None:
     triton.autotune = first_configuration
     TensorHandle.__post_init__ = rounded
     interpreter.ReduceScanOpInterface.check_tensor = no_bf16
-    interpreter._patch_lang_tensor = countable
-    interpreter._get_np_dtype = lambda kind: (
-        np.dtype(np.float32) if narrow(kind) else dtype_of(kind)
-    )
+    interpreter._patch_lang, interpreter._patch_lang_tensor = patch_once, countable
+    interpreter._get_np_dtype = dtype_of
     interpreter._validate_np_data_size = lambda data, kind: narrow(kind) or fits(data, kind)
     interpreter.InterpreterBuilder = TensorCores if tf32 else Builder
     interpreter.interpreter_builder = interpreter.InterpreterBuilder()
     interpreter.interpreter_semantic = TritonSemantic(interpreter.interpreter_builder)
+
+
+def patch_once(fn: Any) -> Any:
+    """Patch the language for a kernel; a function that it calls would do all of it again."""
+    if any(tl.core.is_builtin(language.load) for language in languages(fn)):
+        return patch(fn)
+    return interpreter._LangPatchScope()
+
+
+@cache
+def languages(fn: Any) -> list[Any]:
+    return [module for module in fn.__globals__.values() if module is tl or module is tl.core]
+
+
+def dtype_of(kind: Any) -> Any:
+    """Return numpy's dtype of numbers or pointers; the interpreter makes a table at each call."""
+    pointer = isinstance(kind.scalar, tl.pointer_type)
+    return numpy_dtype(kind) if pointer else number_dtype(kind.scalar)
+
+
+@cache
+def number_dtype(scalar: Any) -> Any:
+    return np.dtype(np.float32) if narrow(scalar) else numpy_dtype(scalar)
 
 
 def countable(tensor: Any, scope: Any) -> None:
@@ -78,7 +100,7 @@ def first_configuration(configs: Any, **_: Any) -> Callable[[Any], Any]:
 
 def narrow(kind: Any) -> bool:
     """Of numbers or blocks of numbers; a pointer to bf16 is none."""
-    return kind.scalar == BF16
+    return kind.scalar.name == BF16.name
 
 
 def nearest(x: Numbers) -> Numbers:

@@ -33,6 +33,7 @@ from tests.parallel.parity import (
     world_of,
 )
 from tests.ranks import on_worlds
+from tests.together import Together
 
 MODELS = ("plain", "options")
 EXACT = (
@@ -85,10 +86,11 @@ def passed(rank: int, run: Run) -> Seen:
 
 
 @functools.cache
-def results() -> dict[Run, list[Seen]]:
-    every = runs(EXACT + ROUNDED)
-    jobs = {run: run.world for run in every}
-    return on_worlds(passed, jobs | {run.reference: 1 for run in every})
+def results() -> Together[Run, list[Seen]]:
+    def make(every: list[Run]) -> dict[Run, list[Seen]]:
+        return on_worlds(passed, {run: run.world for run in every})
+
+    return Together(__name__, runs(EXACT + ROUNDED), make, lambda run: [run.reference])
 
 
 @pytest.mark.parametrize("run", runs(EXACT), ids=str)

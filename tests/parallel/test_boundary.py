@@ -38,6 +38,7 @@ from tests.parallel.parity import (
 )
 from tests.ranks import on_worlds
 from tests.synthetic import micro_rows, ragged_batch
+from tests.together import Together
 
 Rule = Literal["tokens", "microbatches"]
 DRAWS = 24  # random ways to split a batch, of each divisor
@@ -173,10 +174,13 @@ UNEVEN = [
 
 
 @functools.cache
-def results() -> dict[Split, list[Outcome]]:
-    wanted = [*splits("tokens"), *splits("microbatches"), *FEATURES, *UNEVEN]
-    wanted += [whole(split) for split in wanted]
-    wanted += [by_tokens(split) for split in splits("microbatches") if split.mask == 0]
+def results() -> Together[Split, list[Outcome]]:
+    cases = [*splits("tokens"), *splits("microbatches"), *FEATURES, *UNEVEN]
+    return Together(__name__, cases, outcomes, lambda split: [whole(split), by_tokens(split)])
+
+
+def outcomes(wanted: list[Split]) -> dict[Split, list[Outcome]]:
+    """Return what every rank found of each split; those of one model stand together (`built`)."""
     wanted.sort(key=lambda split: (split.model, str(split.mesh), split.rule))
     return on_worlds(outcome, {split: split.run.world for split in wanted})
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megacpp.config.schema import MeshConfig
 from tests.parallel.parity import AdamW, Run, Slices, Trace, adamw_bound, check, traces_of
+from tests.together import Together
 
 ADAMW = AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -124,8 +125,8 @@ NARROW = [
 
 
 @functools.cache
-def results() -> dict[Run, list[Trace]]:
-    return traces_of([*RUNS, *(run.reference for run in RUNS)])
+def results() -> Together[Run, list[Trace]]:
+    return Together(__name__, RUNS, traces_of, lambda run: [run.reference])
 
 
 def axes_of(run: Run) -> tuple[str, ...]:

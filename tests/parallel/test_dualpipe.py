@@ -22,6 +22,7 @@ from megacpp.speed.pipeline import from_torch
 from parallel.pipeline import SCHEDULES
 from parallel.simulate.schedule import torch_order
 from tests.parallel.parity import Run, Trace, check, traces_of
+from tests.together import Together
 
 
 def mesh(**axes: object) -> MeshConfig:
@@ -42,9 +43,9 @@ NAM56R = [
 
 
 @functools.cache
-def results() -> dict[Run, list[Trace]]:
+def results() -> Together[Run, list[Trace]]:
     runs = [*BOTH_WAYS, *NAM56R]
-    return traces_of([*runs, *(run.reference for run in runs)])
+    return Together(__name__, runs, traces_of, lambda run: [run.reference])
 
 
 @pytest.mark.parametrize("run", [*BOTH_WAYS, *NAM56R], ids=str)

@@ -13,6 +13,7 @@ import torch
 
 from megacpp.config.schema import KEEP, MeshConfig
 from tests.parallel.parity import Run, Trace, check, traces_of
+from tests.together import Together
 
 AGAIN = replace(KEEP, ablock="selective")
 
@@ -36,8 +37,9 @@ RUNS = [
 
 
 @functools.cache
-def results() -> dict[Run, list[Trace]]:
-    return traces_of([*RUNS, *(run.reference for run in RUNS)], collectives=True)
+def results() -> Together[Run, list[Trace]]:
+    make = functools.partial(traces_of, collectives=True)
+    return Together(__name__, RUNS, make, lambda run: [run.reference])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

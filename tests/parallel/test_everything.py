@@ -18,6 +18,7 @@ from megacpp.config.schema import KEEP, MeshConfig
 from tests.differences import largest
 from tests.figures import Record
 from tests.parallel.parity import Run, Trace, check, error, traces_of
+from tests.together import Together
 
 
 def mesh(**axes: object) -> MeshConfig:
@@ -42,8 +43,8 @@ RUNS = [
 
 
 @functools.cache
-def results() -> dict[Run, list[Trace]]:
-    return traces_of([*RUNS, *dict.fromkeys(run.reference for run in RUNS)])
+def results() -> Together[Run, list[Trace]]:
+    return Together(__name__, RUNS, traces_of, lambda run: [run.reference])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

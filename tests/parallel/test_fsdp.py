@@ -38,6 +38,7 @@ from tests.parallel.parity import (
 )
 from tests.ranks import run_ranks
 from tests.synthetic import micro_rows, ragged_batch
+from tests.together import Together
 
 SHARDED, HSDP = MeshConfig(dp_shard=2), MeshConfig(dp_replicate=2, dp_shard=2)
 RUNS = [
@@ -76,9 +77,9 @@ def whole(run: Run) -> Run:
 
 
 @functools.cache
-def results() -> dict[Run, list[Trace]]:
-    runs = [*RUNS, *CURVES]
-    return traces_of([*runs, *map(whole, runs)], collectives=True)
+def results() -> Together[Run, list[Trace]]:
+    make = functools.partial(traces_of, collectives=True)
+    return Together(__name__, [*RUNS, *CURVES], make, lambda run: [whole(run)])
 
 
 @pytest.mark.parametrize("run", [*RUNS, *CURVES], ids=str)

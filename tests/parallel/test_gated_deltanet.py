@@ -8,6 +8,7 @@ import pytest
 
 from tests.parallel.parity import Run, Trace, check, traces_of
 from tests.parallel.test_compositions import mesh
+from tests.together import Together
 
 RUNS = [
     # each axis alone; both exchanges over cp, both orders of chunks
@@ -40,8 +41,8 @@ RUNS = [
 
 
 @functools.cache
-def results() -> dict[Run, list[Trace]]:
-    return traces_of([*RUNS, *(run.reference for run in RUNS)])
+def results() -> Together[Run, list[Trace]]:
+    return Together(__name__, RUNS, traces_of, lambda run: [run.reference])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

@@ -16,6 +16,7 @@ import torch
 from megacpp.config.schema import KEEP, MeshConfig
 from parallel.pipeline import APART
 from tests.parallel.parity import Run, Trace, check, traces_of
+from tests.together import Together
 
 
 def mesh(**axes: object) -> MeshConfig:
@@ -37,8 +38,8 @@ RUNS = [
 
 
 @functools.cache
-def traces() -> dict[Run, list[Trace]]:
-    return traces_of([*RUNS, *dict.fromkeys(run.reference for run in RUNS)])
+def traces() -> Together[Run, list[Trace]]:
+    return Together(__name__, RUNS, traces_of, lambda run: [run.reference])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

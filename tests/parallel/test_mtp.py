@@ -13,6 +13,7 @@ import pytest
 
 from megacpp.config.schema import KEEP, MeshConfig
 from tests.parallel.parity import Run, Trace, check, traces_of
+from tests.together import Together
 
 
 def mesh(**axes: object) -> MeshConfig:
@@ -49,8 +50,9 @@ ACCUMULATED = [Run("ahead", accum=n) for n in (1, 2, 8)]
 
 
 @functools.cache
-def results() -> dict[Run, list[Trace]]:
-    return traces_of([*RUNS, *ACCUMULATED, *(run.reference for run in RUNS)])
+def results() -> Together[Run, list[Trace]]:
+    runs = [*RUNS, *ACCUMULATED]
+    return Together(__name__, runs, traces_of, lambda run: [run.reference])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

@@ -49,6 +49,7 @@ from tests.parallel.parity import (
     world_of,
 )
 from tests.ranks import on_worlds
+from tests.together import Together
 
 FULL = replace(KEEP, ablock="full")
 
@@ -78,8 +79,8 @@ RUNS = [
 
 
 @functools.cache
-def results() -> dict[Run, list[Trace]]:
-    return traces_of([*RUNS, *dict.fromkeys(run.reference for run in RUNS)])
+def results() -> Together[Run, list[Trace]]:
+    return Together(__name__, RUNS, traces_of, lambda run: [run.reference])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

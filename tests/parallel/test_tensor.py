@@ -31,6 +31,7 @@ from tests.parallel.parity import (
     world_of,
 )
 from tests.ranks import run_ranks
+from tests.together import Together
 
 TP2, TP4 = MeshConfig(dp_shard=1, tp=2), MeshConfig(dp_shard=1, tp=4)
 FSDP_TP = MeshConfig(dp_shard=2, tp=2)
@@ -54,8 +55,9 @@ RUNS = [
 
 
 @functools.cache
-def results() -> dict[Run, list[Trace]]:
-    return traces_of([*RUNS, *(run.reference for run in RUNS)], collectives=True)
+def results() -> Together[Run, list[Trace]]:
+    make = functools.partial(traces_of, collectives=True)
+    return Together(__name__, RUNS, make, lambda run: [run.reference])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

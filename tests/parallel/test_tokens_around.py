@@ -15,6 +15,7 @@ import torch
 
 from megacpp.config.schema import MeshConfig
 from tests.parallel.parity import Run, Trace, check, traces_of
+from tests.together import Together
 
 
 def mesh(**degrees: Any) -> MeshConfig:
@@ -36,8 +37,8 @@ RUNS = [
 
 
 @functools.cache
-def results() -> dict[Run, list[Trace]]:
-    return traces_of([*RUNS, *(run.reference for run in RUNS)])
+def results() -> Together[Run, list[Trace]]:
+    return Together(__name__, RUNS, traces_of, lambda run: [run.reference])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
