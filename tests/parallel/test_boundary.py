@@ -176,7 +176,11 @@ UNEVEN = [
 @functools.cache
 def results() -> Together[Split, list[Outcome]]:
     cases = [*splits("tokens"), *splits("microbatches"), *FEATURES, *UNEVEN]
-    return Together(__name__, cases, outcomes, lambda split: [whole(split), by_tokens(split)])
+
+    def beside(split: Split) -> list[Split]:
+        return [whole(split)] if split.mask else [whole(split), by_tokens(split)]
+
+    return Together(__name__, cases, outcomes, beside)
 
 
 def outcomes(wanted: list[Split]) -> dict[Split, list[Outcome]]:
