@@ -3,8 +3,9 @@
     python bench/step.py dense_4m --compare plain
     torchrun --standalone --nproc-per-node=2 bench/step.py dense_4m
 
-If this machine was measured (`python -m bench.gpu --calibrate`), the time that the model of
-`megacpp speed` predicts is printed beside the measured one.
+With `--predict` the ranks measure this machine together before and after the steps, as `python -m
+bench.gpu --calibrate` does, and the time that the model of `megacpp speed` predicts from it is
+printed beside the measured one.
 
 With `--compare plain` megacpp and the plain loop of megacpp/lessons/plain.py take turns, step by
 step, in one process, so that both see the same machine; peak memory is measured in a process of its
@@ -17,6 +18,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,18 +30,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import parser_of
+from bench.gpu.calibrate import calibrate
 from bench.shapes import names, shape
 from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
-from megacpp.launch.record import device_name
 from megacpp.lessons.plain import PlainTrainer
+from megacpp.memory.budget import as_run
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
 from megacpp.run.metrics import peak_resident_bytes
-from megacpp.run.predicted import foresee
+from megacpp.speed.hardware import Rates, gpu
+from megacpp.speed.ours import step_work
+from megacpp.speed.step import predict
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
@@ -90,6 +95,7 @@ def main() -> None:
     parser.add_argument("shape", nargs="?", default="dense_4m", help=f"one of {names()}")
     parser.add_argument("--compare", choices=["plain"], help="measure against this in turns")
     parser.add_argument("--steps", type=int, default=12, help="measured steps (default 12)")
+    parser.add_argument("--predict", action="store_true", help="measure the machine, and predict")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--only", choices=["megacpp", "plain"], help="one trainer, print its peak")
     options = parser.parse_args()
@@ -105,7 +111,10 @@ def main() -> None:
         return
     wanted = ["megacpp"] + (["plain"] if options.compare else [])
     trainers = {name: _trainer(name, config, world) for name in wanted}
+    foreseen = [_predicted(config, world)] if options.predict else []
     rows = _run(trainers, config, options.steps, world)
+    if options.predict:
+        foreseen.append(_predicted(config, world))
     if world.size == 1:
         for name, row in rows.items():
             row["peak_bytes"] = _peak_of(name, options.shape)
@@ -114,8 +123,8 @@ def main() -> None:
         result["ratios"] = {k: rows["megacpp"][k] / rows["plain"][k] for k in rows["plain"]}
     if world.is_main and world.size == 1:
         result["operations_per_block"] = _operations(config, device)
-    if found := foresee(config, world.size, device.type, device_name(device)):
-        result["predicted_s"] = found.time.step_s
+    if foreseen:
+        result["predicted_s"] = statistics.mean(foreseen)
     if world.is_main:
         print(json.dumps(result, indent=2) if options.json else _table(result))
     world.close()
@@ -127,6 +136,19 @@ def _trainer(name: str, config: Config, world: World) -> Callable[[Tensor, Tenso
         if name == "megacpp"
         else PlainTrainer(config, world.device).step
     )
+
+
+def _predicted(config: Config, world: World) -> float:
+    """Return predicted seconds of a step, from what the ranks measure of their machine now."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "machine.json"
+        calibrate(world.device, file)
+        if not world.is_main:
+            return 0.0
+        machine = gpu(str(file))
+        config = as_run(config, world.device.type, world.device.type == "cuda")
+        work = step_work(config, world.size, machine.generation, world.size)
+        return predict(work, machine, Rates()).step_s
 
 
 def _run(

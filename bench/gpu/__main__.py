@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from bench import parser_of
 from bench.gpu.calibrate import calibrate
@@ -37,7 +38,7 @@ from bench.gpu.tables import HEADING, as_markdown, show, write_section
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
 from megacpp.launch.gate import set_allocator
-from parallel.start import pick_device
+from parallel.start import pick_device, world_size
 
 STORED = Path(__file__).parents[2] / "docs/gpu.json"
 SECTIONS = {
@@ -86,8 +87,15 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if options.calibrate:
+        if together := world_size() > 1:
+            dist.init_process_group("gloo")
         found = calibrate(device, options.out)
         speed = found["figures"]
+        if together:
+            rank = dist.get_rank()
+            dist.destroy_process_group()
+            if rank:
+                return 0
         print(
             f"{found['device']}: products {max(row[-1] for row in found['products']):.3g} TFLOP/s, "
             f"memory {speed['hbm_gbs']:.3g} GB/s, an operator {speed['launch_us']:.2g} us"

@@ -2,8 +2,11 @@
 
     python -m bench.gpu --calibrate                 # to the user's cache: runs then predict
     python -m bench.gpu --calibrate --out mine.json # megacpp speed PRESET --gpu mine.json
+    torchrun --standalone --nproc-per-node=2 -m bench.gpu --calibrate   # two processes at once
 
-Links between devices aren't measured: they are those of the known GPU, or of this CPU's memory.
+Processes of a CPU share its memory and its clock, so a run of two is predicted from what two
+measured at once, their exchange included. Links between GPUs aren't measured: they are those of the
+known GPU.
 """
 
 from __future__ import annotations
@@ -17,14 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megacpp.launch.record import device_name
 from megacpp.run.predicted import machine_file
+from megacpp.speed.collectives import START_US
 from megacpp.speed.hardware import GpuSpec, known
 
 GPU_SIZES = (1024, 2048, 4096, 8192)
-CPU_SIZES = (64, 128, 256, 512, 1024)
+CPU_SIZES = (16, 64, 256, 1024)  # of a layer's input and output; tokens are 4 times as many
 TRIES = 7
+CHAIN = 100  # operators whose start is timed, with as many of their backward
+SENT = 1 << 22  # numbers that a timed exchange gathers
 
 
 def calibrate(device: torch.device, out: Path | None, tiny: bool = False) -> dict[str, Any]:
@@ -35,13 +42,29 @@ def calibrate(device: torch.device, out: Path | None, tiny: bool = False) -> dic
         out: file; None: the one that runs on this machine read.
         tiny: small products alone, to try the code.
     """
+    content = measure(device, tiny)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    path = out or machine_file(device.type, ranks)
+    if ranks == 1 or dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    return {"file": str(path), **content}
+
+
+def measure(device: torch.device, tiny: bool = False) -> dict[str, Any]:
+    """Return what the file of a device holds; all ranks of a process group measure at once."""
     cpu = device.type == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
-    sizes = CPU_SIZES[: 3 if tiny else None] if cpu else GPU_SIZES
-    products = [row for m in sizes for row in _products(m, dtype, device)]
+    sizes = CPU_SIZES[: 2 if tiny else None] if cpu else GPU_SIZES
+    shapes = [(m, m, m) for m in sizes] + [(4 * m, m, m) for m in sizes]
+    if cpu:
+        shapes = [(4 * m, n, k) for m in sizes for n in sizes for k in sizes]
+    if cpu and dist.is_initialized():
+        dist.barrier()
+    products = [row for shape in shapes for row in _products(shape, dtype, device)]
     best = max(row[-1] for row in products)
     moved = torch.empty(1 << (24 if cpu else 28), device=device)
-    small = torch.zeros(64, device=device)
+    small = torch.zeros(64, device=device, requires_grad=True)
     pass_s = _seconds(lambda: moved.mul_(1.0), device)
     figures = _base(device)
     figures |= {
@@ -49,13 +72,33 @@ def calibrate(device: torch.device, out: Path | None, tiny: bool = False) -> dic
         "bf16_reached": 1.0 if cpu else best / figures["bf16_tflops"],
         "hbm_gbs": 2 * moved.numel() * 4 / pass_s / 1e9,
         "hbm_reached": 1.0,
-        "launch_us": 1e6 * _seconds(lambda: [small.add(1.0) for _ in range(100)], device) / 100,
+        "launch_us": 1e6 * _seconds(lambda: _operators(small), device) / (2 * CHAIN),
     }
-    path = out or machine_file(device.type)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"device": device_name(device), "figures": figures, "products": products}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    return {"file": str(path), **content}
+    if cpu and dist.is_initialized():
+        figures |= _link(device)
+    return {"device": device_name(device), "figures": figures, "products": products}
+
+
+def _operators(x: torch.Tensor) -> None:
+    """Run operators that compute next to nothing, and their backward."""
+    for _ in range(CHAIN):
+        x = x * 1.0
+    x.sum().backward()
+
+
+def _link(device: torch.device) -> dict[str, float]:
+    """Return speed and latency of a hop between processes, from two gathers."""
+    ranks = dist.get_world_size()
+    times = []
+    for numbers in (ranks, SENT // ranks * ranks):
+        whole = torch.zeros(numbers, device=device)
+        own = whole[: numbers // ranks].clone()
+        times.append(_seconds(lambda w=whole, o=own: dist.all_gather_into_tensor(w, o), device))
+    hops = ranks - 1
+    return {
+        "nvlink_gbs": 4 * SENT * hops / ranks / max(times[1] - times[0], 1e-9) / 1e9,
+        "node_latency_us": max(1e6 * times[0] - START_US, 0.0) / hops,
+    }
 
 
 def _base(device: torch.device) -> dict[str, Any]:
@@ -78,19 +121,26 @@ def _base(device: torch.device) -> dict[str, Any]:
     return {f.name: getattr(spec, f.name) for f in fields(GpuSpec)[1:]}
 
 
-def _products(size: int, dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
-    """Return TFLOP/s of square and flat products in the layouts of a linear layer."""
+def _products(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> list[list[Any]]:
+    """Return TFLOP/s of a linear layer's three products, by layout.
+
+    Args:
+        shape: tokens, outputs, inputs.
+        dtype: of the operands.
+        device: to measure.
+    """
+    m, n, k = shape
+    x, w = (torch.randn(s, device=device, dtype=dtype) for s in ((m, k), (n, k)))
+    y = torch.randn(m, n, device=device, dtype=dtype)
     found: list[list[Any]] = []
-    for m, n, k in ((size, size, size), (4 * size, size, size)):
-        x, w = (torch.randn(s, device=device, dtype=dtype) for s in ((m, k), (n, k)))
-        y = torch.randn(m, n, device=device, dtype=dtype)
-        for layout, work in (
-            ("TN", lambda x=x, w=w: x @ w.T),
-            ("NN", lambda y=y, w=w: y @ w),
-            ("NT", lambda x=x, y=y: y.T @ x),
-        ):
-            shape = {"TN": (m, n, k), "NN": (m, k, n), "NT": (n, k, m)}[layout]
-            found.append([*shape, layout, 2 * m * n * k / _seconds(work, device) / 1e12])
+    for layout, dims, work in (
+        ("TN", (m, n, k), lambda: x @ w.T),
+        ("NN", (m, k, n), lambda: y @ w),
+        ("NT", (n, k, m), lambda: y.T @ x),
+    ):
+        found.append([*dims, layout, 2 * m * n * k / _seconds(work, device) / 1e12])
     return found
 
 

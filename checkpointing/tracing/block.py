@@ -22,8 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from checkpointing.tracing.host_ledger import HostLedger
-from checkpointing.tracing.meter import Allocation, Meter, Run, _replaced, local_part
-from megacpp.memory.block_trace import BlockTrace, Role
+from checkpointing.tracing.meter import Allocation, Meter, Run, _replaced, in_backward, local_part
+from checkpointing.tracing.operators import kind_of, tensors_in
+from megacpp.memory.block_trace import TIMED_APART, BlockTrace, Role
 from megacpp.model.documents import Documents
 from megacpp.model.head import LossSum
 
@@ -55,6 +56,7 @@ class BlockMeter(Meter):
         self._shared: set[int] = set()  # made for all layers of the batch
         self._start = 0  # the number that the backward starts from
         self._result: Allocation | None = None
+        self._ran = ([0, 0], [0, 0])  # operators and their bytes, forward and backward
 
     def __enter__(self) -> BlockMeter:
         super().__enter__()
@@ -63,6 +65,18 @@ class BlockMeter(Meter):
             if p.requires_grad:
                 self._undo.append(p.register_post_accumulate_grad_hook(self._sum).remove)
         return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        kind = kind_of(func)
+        if out is not NotImplemented and not kind.view and not self._remembering:
+            ran = self._ran[in_backward()]
+            ran[0] += 1
+            if not any(word in kind.name for word in TIMED_APART):
+                ran[1] += sum(t.nbytes for t in tensors_in((args, kwargs, out)))
+        return out
 
     def run(
         self,
@@ -81,6 +95,7 @@ class BlockMeter(Meter):
         """
         with autocast:
             out = parts(_Begin.apply(x_BTD))  # type: ignore[arg-type]
+        ran = [*self._ran[False]]
         if isinstance(out, LossSum):
             end = out.loss_sum
         else:
@@ -96,6 +111,7 @@ class BlockMeter(Meter):
             self._walk_twice(end, x_BTD)  # type: ignore[arg-type]
         elif end.requires_grad:  # type: ignore[union-attr]
             end.backward()  # type: ignore[union-attr]
+        self._ran[False][:] = ran  # without the end and its first gradient
 
     def _walk_twice(self, end: Tensor, x_BTD: Tensor) -> None:
         from torch.distributed.pipelining import _backward
@@ -138,6 +154,7 @@ class BlockMeter(Meter):
             {numbers[key]: places[at] for key, at in self._added.items() if key in numbers},
             tuple(dict(marks).items()),
             weights=weights,
+            ran=(tuple(self._ran[False]), tuple(self._ran[True])),  # type: ignore[arg-type]
         )
 
     def _role(self, alloc: Allocation) -> Role:

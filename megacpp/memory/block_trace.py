@@ -32,6 +32,9 @@ Role = Literal["t", "g", "w", "o", "b", "h", "i"]
 HOST, INPUT = "on the host", "input on the host"  # groups of `kept` that aren't on the device
 GROUPS = {"w": "weights", "o": "residual", "h": HOST, "i": INPUT}
 DOCUMENT = 1024  # tokens of one, where only data could say
+# Parts of the names of operators that move no memory in passes: products, attention, collectives.
+TIMED_APART = ("mm", "expert_", "scaled_dot", "gather_into", "reduce_scatter", "all_reduce",
+               "all_to_all", "linear_cross", "grouped")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ class BlockTrace:
         replayed: FLOPs of products that the backward of a compiled block runs again; None: the
             recompute policy decides what runs again.
         weights: number of the first event of the walk for weights; 0: there is one walk.
+        ran: operators of the forward and of the backward that are no views, and bytes that they
+            read and write, without those of `TIMED_APART`.
     """
 
     bytes: tuple[int, ...]
@@ -122,6 +127,7 @@ class BlockTrace:
     marks: tuple[tuple[int, int], ...] = ()
     replayed: int | None = None
     weights: int = 0
+    ran: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `from_dict` reads, for JSON."""
@@ -135,11 +141,12 @@ class BlockTrace:
         added = {int(number): at for number, at in content["added"].items()}
         marks = tuple((event, place) for event, place in content["marks"])
         words = {name: content[name] for name in ("roles", "forward", "replayed", "weights")}
-        return BlockTrace(**lists, **words, added=added, marks=marks)
+        first, second = map(tuple, content["ran"])
+        return BlockTrace(**lists, **words, added=added, marks=marks, ran=(first, second))
 
     def like(self, other: BlockTrace) -> bool:
         """Whether both have the same events, whatever their bytes."""
-        here, there = (replace(x, bytes=(), replayed=None) for x in (self, other))
+        here, there = (replace(x, bytes=(), replayed=None, ran=()) for x in (self, other))
         return here == there
 
 
@@ -160,7 +167,14 @@ def combined(traces: Sequence[BlockTrace], weights: Sequence[Fraction]) -> Block
     if traces[0].replayed is not None:
         found = zip(weights, (trace.replayed or 0 for trace in traces), strict=True)
         again = int(sum((w * n for w, n in found), Fraction()))
-    return replace(traces[0], bytes=tuple(map(int, sizes)), replayed=again)
+    ran = [
+        (
+            traces[0].ran[back][0],
+            int(sum(w * t.ran[back][1] for w, t in zip(weights, traces, strict=True))),
+        )
+        for back in (0, 1)
+    ]
+    return replace(traces[0], bytes=tuple(map(int, sizes)), replayed=again, ran=(ran[0], ran[1]))
 
 
 def affine_weights(

@@ -1,7 +1,7 @@
 """Block traces on disk: a block of given sizes is traced once for all runs of a user.
 
     $MEGACPP_CACHE, else $XDG_CACHE_HOME/megacpp, else ~/.cache/megacpp
-        blocks/1-<hash of sources>/<hash of the request>.json
+        blocks/2-<hash of sources>/<hash of the request>.json
 
 A trace depends on the request and on the code that runs: the sources of blocks, kernels,
 parallelism and recompute, and the versions of torch and Triton. An edit of any of them starts
@@ -22,7 +22,7 @@ from pathlib import Path
 from megacpp.home import HOME, cache_folder
 from megacpp.memory.block_trace import BlockRequest, BlockTrace
 
-FORMAT = 1  # of the files
+FORMAT = 2  # of the files
 FOLDERS = 4  # of other sources that stay: branches of a checkout take turns
 # Sources that say what a block allocates, below the checkout.
 SOURCES = (

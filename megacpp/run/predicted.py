@@ -71,7 +71,7 @@ def foresee(config: Config, ranks: int, device: str, name: str) -> Prediction | 
         device: `cuda` or `cpu`.
         name: of the device.
     """
-    machine = machine_of(device, name)
+    machine = machine_of(device, name, ranks)
     if machine is None or (config.mesh.pp > 1 and config.mesh.pp_schedule not in KNOWN):
         return None
     per_node = min(ranks, machine.per_node)
@@ -79,17 +79,24 @@ def foresee(config: Config, ranks: int, device: str, name: str) -> Prediction | 
     return Prediction(machine, predict(work, machine, Rates()))
 
 
-def machine_of(device: str, name: str) -> GpuSpec | None:
+def machine_of(device: str, name: str, ranks: int) -> GpuSpec | None:
     """Return the measured machine, or the known GPU of that name; None: neither."""
-    own = machine_file(device)
+    own = machine_file(device, ranks)
     if own.is_file():
         return gpu(str(own))
     return known(name) if device == "cuda" else None
 
 
-def machine_file(device: str) -> Path:
-    """Return the file of the machine at hand that `python -m bench.gpu --calibrate` writes."""
-    return cache_folder() / f"machine-{device}.json"
+def machine_file(device: str, ranks: int) -> Path:
+    """Return the file of the machine at hand that `python -m bench.gpu --calibrate` writes.
+
+    Args:
+        device: `cuda` or `cpu`, whose processes share what there is: each number has its file.
+        ranks: of the launch.
+    """
+    return cache_folder() / (
+        f"machine-cpu-{ranks}.json" if device == "cpu" else "machine-cuda.json"
+    )
 
 
 def check_mfu(config: Config, found: Prediction | None) -> list[str]:

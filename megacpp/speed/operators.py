@@ -143,7 +143,7 @@ def product_seconds(op: Product, gpu: GpuSpec, rates: Rates) -> float:
     peak, reached = gpu.bf16_tflops, gpu.bf16_reached
     if eight:
         peak, reached = gpu.fp8_tflops, gpu.fp8_reached
-    measured = None if eight else _measured(op, gpu.name)
+    measured = None if eight else _measured(op, gpu)
     if measured is not None:
         arithmetic = op.flops / (measured * 1e12)
     else:
@@ -172,20 +172,33 @@ def _filled(m: int, n: int, count: int, sms: int) -> float:
 
 
 @lru_cache(maxsize=1 << 14)
-def _near(name: str, m: int, n: int, k: int, layout: str) -> float | None:
-    """Return the measured TFLOP/s of the nearest product of a table, None: none is near."""
-    best, nearest = 3 * math.log(TABLE_REACH), None
+def _near(name: str, m: int, n: int, k: int, layout: str, reach: float) -> float | None:
+    """Return the measured TFLOP/s of the nearest product of a table, None: none is near.
+
+    Args:
+        name: of the GPU.
+        m: rows of the output.
+        n: columns of the output.
+        k: summed dim.
+        layout: of the product.
+        reach: each size may differ by less than this factor.
+    """
+    best, nearest = 3 * math.log(reach), None
     for (rows, columns, depth, where), speed in product_table(name).items():
         if where != layout:
             continue
         off = [abs(math.log(a / b)) for a, b in ((m, rows), (n, columns), (k, depth))]
-        if max(off) < math.log(TABLE_REACH) and sum(off) < best:
+        if max(off) < math.log(reach) and sum(off) < best:
             best, nearest = sum(off), speed
     return nearest
 
 
-def _measured(op: Product, name: str) -> float | None:
-    return _near(name, op.m, op.n, op.k, op.layout) if op.count == 1 else None
+def _measured(op: Product, gpu: GpuSpec) -> float | None:
+    """Return measured TFLOP/s; a CPU has no tiles and no waves, so it has its table alone."""
+    if op.count > 1 and not gpu.on_host:
+        return None
+    reach = math.inf if gpu.on_host else TABLE_REACH
+    return _near(gpu.name, op.m, op.n, op.k, op.layout, reach)
 
 
 def attention_seconds(op: Attend, gpu: GpuSpec, rates: Rates) -> float:

@@ -13,6 +13,7 @@ by itself (`auto` is torch's form here), offload.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -349,8 +350,11 @@ class _Maker:
 
 
 def _optimizer(config: Config, place: Place, kinds: Sequence[str]) -> list[Operator]:
-    """Return the optimizer's step of a rank: AdamW's passes, Newton-Schulz of its matrices."""
-    passes, found = 0.0, []
+    """Return the optimizer's step of a rank: AdamW's passes, Newton-Schulz of its matrices.
+
+    Matrices of one shape are iterated together; a rank that owns a part of one is as slow as one.
+    """
+    passes, matrices = 0.0, Counter[tuple[int, int]]()
     pp = config.mesh.pp
     for kind in kinds:
         for w in weights(config.model, kind, config.recompute.compress):
@@ -365,7 +369,13 @@ def _optimizer(config: Config, place: Place, kinds: Sequence[str]) -> list[Opera
                 short, count = min(w.heights), count * len(w.heights)
                 short, long = sorted((short, w.shape[-1]))
             owners = place.expert_shards * place.ep if w.experts else place.shards * place.tp
-            share = config.optim.muon_steps * count / owners / pp
-            flops = share * (4.0 * short * short * long + 2.0 * short**3)
-            found.append(SerialWork(0, 0.0, 0.0, flops))
-    return [Passes(passes, 20), SerialWork(0, 0.0, 0.0, sum(op.flops for op in found))]
+            matrices[short, long] += count / owners / pp
+    found: list[Operator] = [Passes(passes, 20)]
+    for (short, long), number in sorted(matrices.items()):
+        count = max(1, round(number))
+        found += [
+            Product(short, short, long, count),
+            Product(short, short, short, count),
+            Product(short, long, short, count),
+        ] * config.optim.muon_steps
+    return found

@@ -331,6 +331,7 @@ def _one_stage(
     gathers = 1 if step.resident else gathers
     reductions = step.microbatches if step.reduce_each else 1
     moved = sum(gathers * t.gather + reductions * t.reduce for t in travels)
+    exposed = moved if gpu.on_host else exposed
     slowed = sum(gathers * t.slows[0] + reductions * t.slows[1] for t in travels)
     parts["exposed data"] += exposed
     if moved:

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megacpp.memory.block_trace import BlockRequest, BlockTrace
+from megacpp.memory.block_trace import TIMED_APART, BlockRequest, BlockTrace
 from megacpp.memory.forms.traced import trace_of
 from megacpp.speed.operators import Passes
 
-# Operators whose time is counted elsewhere: products, attention, collectives.
-COUNTED = ("mm", "expert_", "scaled_dot", "gather_into", "reduce_scatter", "all_reduce",
-           "all_to_all", "linear_cross", "grouped")  # fmt: skip
 COPIES = ("_to_copy", "clone", "copy_", "cat", "index", "stack", "fill", "new_zeros")
 EMPTY = ("empty", "new_empty")
 READ_AND_WRITTEN, COPIED = 3.0, 2.0  # times the bytes of the result: two operands, or one
@@ -28,8 +25,14 @@ FILLED = 2.5  # a fused kernel reads one operand of that size forward and two ba
 def moved_by(
     request: BlockRequest,
 ) -> tuple[tuple[Passes, Passes], tuple[int, int], int | None]:
-    """Return `memory_bound`, `launches` and `BlockTrace.replayed` of a requested block."""
+    """Return `memory_bound`, `launches` and `BlockTrace.replayed` of a requested block.
+
+    A CPU has no fused kernels: each operator reads its operands and writes its result.
+    """
     trace = trace_of(request)
+    if request.config.train.device == "cpu":
+        forward, backward = trace.ran
+        return (Passes(forward[1]), Passes(backward[1])), (forward[0], backward[0]), trace.replayed
     return memory_bound(trace), launches(trace), trace.replayed
 
 
@@ -62,7 +65,7 @@ def _bytes(trace: BlockTrace, events: tuple[int, ...]) -> tuple[float, int]:
         if event < 0 or trace.roles[number] in "wb":
             continue
         operator = trace.names[number].partition(": ")[2]
-        if not any(word in operator for word in COUNTED):
+        if not any(word in operator for word in TIMED_APART):
             times = COPIED if operator.startswith(COPIES) else READ_AND_WRITTEN
             times = FILLED if operator.startswith(EMPTY) else times
             moved += times * trace.bytes[number]

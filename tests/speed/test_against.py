@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +14,8 @@ import pytest
 from megacpp.cli.main import main
 from megacpp.cli.speed import work_of
 from megacpp.config.arguments import parse_run
-from megacpp.run.predicted import TEN, Prediction, check_mfu, foresee, verdict
+from megacpp.home import HOME
+from megacpp.run.predicted import TEN, Prediction, check_mfu, foresee, machine_of, verdict
 from megacpp.speed.against import compare, profiled
 from megacpp.speed.hardware import Rates, gpu, known
 from megacpp.speed.step import StepTime, predict
@@ -128,6 +131,21 @@ def test_devices_are_known_by_their_drivers_names(tmp_path: Path) -> None:
     config = parse_run(["tiny", "--train.device", "cpu"], 1).config
     found = predict(work_of(config, 1, machine), machine, Rates())
     assert found.parts["host"] > 0 and 0 < found.mfu < 1
+
+
+def test_processes_of_a_cpu_have_a_file_for_each_number_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that measure at once measure their exchange as well; a run of three isn't foreseen."""
+    monkeypatch.setenv("MEGACPP_CACHE", str(tmp_path))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "-m", "bench.gpu", "--calibrate", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HOME, check=True)
+    assert done.stdout.count("written to") == 1
+    for ranks in (1, 2, 3):
+        machine = machine_of("cpu", "", ranks)
+        assert (machine is not None) is (ranks == 2)
+        assert machine is None or (machine.node_latency_us > 0 and machine.nvlink_gbs != 2.0)
 
 
 def test_what_is_foreseen() -> None:

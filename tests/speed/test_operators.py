@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +61,18 @@ def test_a_measured_product_has_its_measured_speed() -> None:
     assert table[4096, 8192, 8192, "TN"] == 1041.0
     product = Product(4096, 8192, 8192)
     assert seconds(product, gpu("B200"), ONE) == pytest.approx(product.flops / 1041e12)
+
+
+def test_every_product_of_a_cpu_is_the_nearest_measured_one(tmp_path: Path) -> None:
+    """Several products in one operator too: a CPU has no tiles that they could fill."""
+    file = tmp_path / "cpu.json"
+    figures = dict.fromkeys((f.name for f in fields(GpuSpec)[1:16]), 1.0) | {"on_host": True}
+    rows = [[64, 64, 64, "TN", 0.5], [1024, 1024, 1024, "TN", 2.0], [64, 64, 64, "NN", 4.0]]
+    file.write_text(json.dumps({"figures": figures | {"hbm_gbs": 1e9}, "products": rows}))
+    machine = gpu(str(file))
+    for size, count, layout, speed in ((96, 1, "TN", 0.5), (700, 8, "TN", 2.0), (700, 1, "NN", 4)):
+        product = Product(size, size, size, count, layout)
+        assert seconds(product, machine, ONE) == pytest.approx(product.flops / (speed * 1e12))
 
 
 def test_memory_bound_work_moves_its_bytes() -> None:

@@ -6,6 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
+from torch import Tensor, ones, ones_like
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megacpp.cli.main import main
 from megacpp.cli.plan_order import Asked, by_speed
@@ -16,7 +19,10 @@ from megacpp.memory.block_trace import BlockTrace
 from megacpp.memory.budget import as_run
 from megacpp.memory.plan_space import mesh_is_legal, meshes, policies, row_choices, with_knobs
 from megacpp.memory.traffic import traffic
+from megacpp.model.block import Block
+from megacpp.model.documents import Documents
 from megacpp.model.flops import forward_flops_per_token
+from megacpp.model.init import initialise
 from megacpp.speed.hardware import Rates, gpu
 from megacpp.speed.operators import Attend, Passes, Product
 from megacpp.speed.ours import step_work
@@ -145,6 +151,60 @@ def test_memory_bound_work_reads_operands_and_writes_results() -> None:
     forward, backward = memory_bound(TRACE)
     assert forward.bytes == 3 * 10 + 2 * 40 + 3 * 80 and forward.launches == 3
     assert backward.bytes == 0 and launches(TRACE) == (5, 0)
+
+
+def test_operators_of_a_cpu_are_those_that_run() -> None:
+    """Per block: all that are no views, in-place ones too, and their operands and results."""
+    pattern = ["--model.depth", "2", "--model.pattern", "FF", "--train.device-batch-size", "1"]
+    words = ["tiny", *pattern, "--data.seq-len", "64", "--recompute.fblock", "none"]
+    config = parse_run([*words, "--train.device", "cpu"], 1).config
+    block = step_work(config, 1, "H100").blocks[2]
+    module, x = Block("F", config.model), ones(1, 64, config.model.dim, requires_grad=True)
+    initialise(module, module.init_rules(), seed=0)
+    docs = Documents.rows(1, 64)
+    with EveryOperator() as forward:
+        y = module(x, docs)
+    with EveryOperator() as backward:
+        y.backward(ones_like(y))
+    passes = [next(op for op in way if isinstance(op, Passes)) for way in block[1:3]]
+    assert block.launches[0] == forward.count and passes[0].bytes == forward.bytes
+    assert block.launches[1] == backward.count  # the gradient that comes is one of them
+    assert passes[1].bytes == pytest.approx(backward.bytes, rel=0.1)  # so is its memory
+
+
+class EveryOperator(TorchDispatchMode):
+    """Counts operators that are no views, and what those that multiply no matrices move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.count += 1
+            moved = sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
+            self.bytes += 0 if "mm" in func.__name__ else moved
+        return out
+
+
+def test_newton_schulz_is_three_products_a_step_of_each_shape() -> None:
+    """Matrices of one shape are in one product; ranks share them."""
+    words = ["tiny", "--model.depth", "4", "--model.pattern", "FFFF", "--train.device", "cuda"]
+    made = []
+    for size in (1, 2):
+        config = parse_run(words, size).config
+        step = step_work(config, size, "H100")
+        made.append([op for op in step.optimizer if isinstance(op, Product)])
+        dim, hidden = config.model.dim, config.model.mlp.hidden_dim
+        short, long = sorted((dim, hidden))
+        count = 4 * 3 // size
+        times = config.optim.muon_steps
+        assert made[-1] == times * [
+            Product(short, short, long, count),
+            Product(short, short, short, count),
+            Product(short, long, short, count),
+        ]
 
 
 def test_a_compiled_block_moves_less_issues_fewer_operators_and_runs_products_again() -> None:
