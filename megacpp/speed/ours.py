@@ -13,7 +13,7 @@ by itself (`auto` is torch's form here), offload.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -354,7 +354,7 @@ def _optimizer(config: Config, place: Place, kinds: Sequence[str]) -> list[Opera
 
     Matrices of one shape are iterated together; a rank that owns a part of one is as slow as one.
     """
-    passes, matrices = 0.0, Counter[tuple[int, int]]()
+    passes, matrices = 0.0, defaultdict[tuple[int, int], float](float)
     pp = config.mesh.pp
     for kind in kinds:
         for w in weights(config.model, kind, config.recompute.compress):
