@@ -5,8 +5,8 @@
     torchrun --standalone --nproc-per-node=2 -m bench.gpu --calibrate   # two processes at once
 
 Processes of a CPU share its memory and its clock, so a run of two is predicted from what two
-measured at once, their exchange included. Links between GPUs aren't measured: they are those of the
-known GPU.
+measured at once, their exchange included, with as many threads each (OMP_NUM_THREADS). Links
+between GPUs aren't measured: they are those of the known GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GPU_SIZES = (1024, 2048, 4096, 8192)
 CPU_SIZES = (16, 64, 256, 1024)  # of a layer's input and output; tokens are 4 times as many
 TRIES = 7
 CHAIN = 100  # operators whose start is timed, with as many of their backward
-SENT = 1 << 22  # numbers that a timed exchange gathers
+SENT = 1 << 22  # numbers that a timed exchange sums
 
 
 def calibrate(device: torch.device, out: Path | None, tiny: bool = False) -> dict[str, Any]:
@@ -87,17 +87,14 @@ def _operators(x: torch.Tensor) -> None:
 
 
 def _link(device: torch.device) -> dict[str, float]:
-    """Return speed and latency of a hop between processes, from two gathers."""
+    """Return speed and latency of a hop between processes, from two sums over all of them."""
     ranks = dist.get_world_size()
-    times = []
-    for numbers in (ranks, SENT // ranks * ranks):
-        whole = torch.zeros(numbers, device=device)
-        own = whole[: numbers // ranks].clone()
-        times.append(_seconds(lambda w=whole, o=own: dist.all_gather_into_tensor(w, o), device))
-    hops = ranks - 1
+    sums = [torch.zeros(numbers, device=device) for numbers in (1, SENT)]
+    few, many = (_seconds(lambda x=x: dist.all_reduce(x), device) for x in sums)
+    passes = 2 * (ranks - 1)  # round the ring
     return {
-        "nvlink_gbs": 4 * SENT * hops / ranks / max(times[1] - times[0], 1e-9) / 1e9,
-        "node_latency_us": max(1e6 * times[0] - START_US, 0.0) / hops,
+        "nvlink_gbs": 4 * SENT * passes / ranks / max(many - few, 1e-9) / 1e9,
+        "node_latency_us": max(1e6 * few - START_US, 0.0) / passes,
     }
 
 
