@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.experts.triton import units_backward, weighed_units
+from megacpp.kernels.experts.triton_units import units_backward, weighed_units
 from megacpp.kernels.strides import side_by_side
 from megacpp.kernels.triton_gate_kernels import (
     _decay_backward_kernel,
@@ -239,7 +239,7 @@ def hidden(gate: Tensor, up: Tensor | None) -> Tensor:
         up: `[..., F]`, or None.
     """
     rows = gate.flatten(0, -2), None if up is None else up.flatten(0, -2)
-    return weighed_units(*rows, None).view(gate.shape)
+    return weighed_units(*rows).view(gate.shape)
 
 
 def hidden_backward(
@@ -254,7 +254,7 @@ def hidden_backward(
         wants_h: compute the result again.
     """
     rows = gate.flatten(0, -2), None if up is None else up.flatten(0, -2), None
-    grads, h = units_backward(*rows, dh.contiguous().flatten(0, -2), wants_h)
+    grads, h = units_backward(*rows, None, dh.contiguous().flatten(0, -2), wants_h)
     found = [None if x is None else x.view(gate.shape) for x in (h, *grads)]
     return found[0], found[1], found[2] if up is not None else None
 

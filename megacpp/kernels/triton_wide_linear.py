@@ -35,18 +35,23 @@ def forward(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return y_TE
 
 
-def input_gradient(dy_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return dy w `[T, D]`.
+def input_gradient(
+    dy_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype, plus_TD: Tensor | None = None
+) -> Tensor:
+    """Return dy w `[T, D]`, and what is to be added to it.
 
     Args:
         dy_TE: fp32 gradient of the product.
         weight_ED: fp32 weight.
         dtype: of the result.
+        plus_TD: added before the sum is rounded; None: 0.
     """
     dx_TD = torch.empty(len(dy_TE), weight_ED.shape[1], dtype=dtype, device=dy_TE.device)
     shape = _shape(weight_ED)
     grid = -(-len(dy_TE) // shape["ROWS"]), -(-weight_ED.shape[1] // shape["WIDTH"])
-    _launch(_input_kernel, grid, dx_TD, weight_ED.contiguous(), dy_TE.contiguous(), **shape)
+    given = dx_TD, weight_ED.contiguous(), dy_TE.contiguous()
+    plus = dx_TD if plus_TD is None else plus_TD.contiguous()
+    _launch(_input_kernel, grid, *given, plus, PLUS=plus_TD is not None, **shape)
     return dx_TD
 
 
@@ -74,11 +79,11 @@ def _shape(weight_ED: Tensor) -> dict[str, int]:
 
 
 def _launch(
-    kernel: Any, grid: tuple[int, ...], x: Tensor, w: Tensor, y: Tensor, **constants: Any
+    kernel: Any, grid: tuple[int, ...], x: Tensor, w: Tensor, y: Tensor, *rest: Tensor, **how: Any
 ) -> None:
     if grid[0] and grid[-1]:
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            kernel[grid](x, w, y, len(y), **constants)
+            kernel[grid](x, w, y, len(y), *rest, **how)
 
 
 @triton.jit
@@ -108,8 +113,8 @@ def _forward_kernel(
 
 @triton.jit
 def _input_kernel(
-    dx, w, dy, rows, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
+    dx, w, dy, rows, plus, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, PLUS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -119,6 +124,8 @@ def _input_kernel(
         dy_tile = _tile(dy, row, rows, output, E)
         w_tile = _tile(w, output, E, column, D)
         total += tl.dot(dy_tile, w_tile, input_precision="tf32x3")
+    if PLUS:
+        total += _tile(plus, row, rows, column, D)
     place = dx + row.to(tl.int64)[:, None] * D + column[None, :]
     inside = (row < rows)[:, None] & (column < D)[None, :]
     tl.store(place, total.to(dx.dtype.element_ty), mask=inside)

@@ -38,7 +38,7 @@ def of_rank(rank: int, _size: int) -> dict[str, dict[str, Any]]:
         for kind in KINDS:
             mixer = MixtureOfExperts(ModelConfig(dim=DIM, depth=1, init_std=0.5, moe=moe))
             initialise(mixer.to(torch.bfloat16), mixer.init_rules(), seed=0)
-            _, indices_TK = mixer.router(x_BTD, decoding=True)
+            indices_TK = mixer.router(x_BTD, decoding=True)[1]
             spread_over(mixer, world, ExpertParallel(kind))
             own = x_BTD.clone().requires_grad_()
             with Leaving() as seen, Waits() as waits:

@@ -304,6 +304,6 @@ def travel(mixer: MixtureOfExperts, x_TD: Tensor, indices_TK: Tensor) -> Tensor:
     weights_TK = torch.ones(indices_TK.shape, requires_grad=True)
     x_TD = x_TD.clone().requires_grad_()
     arrived, trip = mixer.dispatch(x_TD, indices_TK, weights_TK)
-    mixer.combine(mixer.experts(*arrived), weights_TK, trip).sum().backward()
+    mixer.combine(mixer.experts(*arrived)[0], weights_TK, trip).sum().backward()
     assert x_TD.grad is not None and weights_TK.grad is not None
     return weights_TK.grad

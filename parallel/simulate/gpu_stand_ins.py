@@ -97,11 +97,16 @@ def on_gpu() -> Iterator[None]:
         from triton.runtime.jit import KernelInterface
 
         from megacpp.kernels.experts import triton as experts_triton
+        from megacpp.kernels.experts import triton_units
         from megacpp.kernels.m2rnn import triton as m2rnn_triton
 
         put(KernelInterface, "__getitem__", lambda kernel, grid: lambda *_, **__: None)
         put(m2rnn_triton.Launch, "_start", lambda *_, **__: None)
-        for module in (m2rnn_triton, experts_triton):  # run the inside of custom operators
+        for module in (
+            m2rnn_triton,
+            experts_triton,
+            triton_units,
+        ):  # run the inside of custom operators
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.library.CustomOpDef):
                     put(module, name, value._init_fn)

@@ -83,11 +83,11 @@ def run(
     if case.at_source:
         y = gather_rows(spread_rows(x, groups).square(), weights, groups)
         return [y.detach(), *torch.autograd.grad(y, (x, weights), d_y)]
-    weight_S = weigh_slots(weights, groups)
     if backend == "reference":
-        rows = experts_reference(x, groups, weight_S, *into, w2)
+        rows = experts_reference(x, groups, weigh_slots(weights, groups), *into, w2)
     else:
-        rows = out_of_experts(into_experts(x, groups, *into), w2, weight_S, groups)
+        *hidden, _ = into_experts(x, groups, *into)
+        rows = out_of_experts(tuple(hidden), w2, weights, groups)
     given = x, weights, *into, w2
     if not case.plus:
         y = sum_rows(rows, groups)

@@ -77,7 +77,7 @@ def results(router: Router, docs: Documents | None = None) -> list[Tensor]:
     weight = router.weight
     x_BTD = noise(*SHAPE, D).to(weight).requires_grad_()
     docs = documents(str(weight.device)) if docs is None else docs
-    weights_TK, indices_TK = router.recompute("block", router, x_BTD, docs)
+    weights_TK, indices_TK, _ = router.recompute("block", router, x_BTD, docs)
     router.expert_bias += noise(len(weight), seed=5).to(weight)  # chooses others from here on
     d_TK = noise(*weights_TK.shape, seed=6).to(weights_TK)
     grads = torch.autograd.grad(weights_TK, (x_BTD, weight), d_TK)

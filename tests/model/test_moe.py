@@ -48,7 +48,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 def dense(layer: MixtureOfExperts, x_BTD: Tensor, kept_TE: Tensor | None = None) -> Tensor:
     """Every expert on every token, weighted by a [T, E] matrix that is mostly zeros."""
     x_TD, e = x_BTD.flatten(0, 1), layer.experts
-    weights_TK, indices_TK = layer.router(x_BTD, decoding=True)
+    weights_TK, indices_TK, _ = layer.router(x_BTD, decoding=True)
     weights_TE = torch.zeros(len(x_TD), layer.moe.num_experts).to(weights_TK)
     weights_TE = weights_TE.scatter(1, indices_TK, weights_TK)
     if kept_TE is not None:
@@ -114,7 +114,7 @@ def test_small_capacity_drops_the_latest() -> None:
     """Each expert takes its first 3 tokens in order; the others add nothing, nor get gradients."""
     layer, x = layer_of(replace(MOE, capacity_factor=0.5)), randn(1, 18, 12)
     assert expert_capacity(18, layer.moe) == 3
-    _, indices_TK = layer.router(x, decoding=True)
+    indices_TK = layer.router(x, decoding=True)[1]
     kept_TE, taken = torch.zeros(18, 6).double(), [0] * 6
     for t, chosen in enumerate(indices_TK.tolist()):
         for e in chosen:

@@ -68,7 +68,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Documents]:
 def spread(layer: MixtureOfExperts, x_BTD: Tensor) -> Any:
     """The groups that a forward makes."""
     x_TD = x_BTD.detach().flatten(0, 1)
-    weights_TK, indices_TK = layer.router(x_TD, decoding=True)
+    weights_TK, indices_TK, _ = layer.router(x_TD, decoding=True)
     return layer.dispatch(x_TD, indices_TK, weights_TK)[0].groups
 
 

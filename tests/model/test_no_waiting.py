@@ -174,7 +174,7 @@ def test_experts_by_triton_do_not_wait(
     pytest.importorskip("triton")
     launches = importlib.import_module("triton.runtime.jit").KernelInterface
     monkeypatch.setattr(launches, "__getitem__", lambda *_: lambda *_, **__: None)
-    importlib.import_module("megacpp.kernels.experts.triton")
+    importlib.import_module("megacpp.kernels.experts.triton_units")
     for capacity in (None, 1.25):
         config = small("EE")
         config = replace(config, moe=replace(config.moe, capacity_factor=capacity, **LOSSES))  # type: ignore[arg-type]

@@ -142,7 +142,7 @@ def test_layer_is_the_pool_written_out(kind: str) -> None:
     moe = KINDS[kind]
     layer, x = layer_of(moe), randn(3, 25, 12)
     layer.router.expert_bias.copy_(0.2 * randn(8, seed=3))
-    weights_TK, indices_TK = layer.router(x, decoding=True)
+    weights_TK, indices_TK, _ = layer.router(x, decoding=True)
     want_TE, chosen = naive_weights(layer.router, x.flatten(0, 1))
     assert [sorted(e for e in of if e < 8) for of in indices_TK.tolist()] == list(
         map(sorted, chosen)
@@ -187,13 +187,13 @@ def test_one_token_of_nulls_among_others(score: str) -> None:
     layer = layer_of(replace(MOE, score=score), torch.float32)  # type: ignore[arg-type]
     x = randn(1, 40, 12).float()
     with torch.no_grad():
-        _, indices_TK = layer.router(x, decoding=True)
+        indices_TK = layer.router(x, decoding=True)[1]
     nulls = (indices_TK == 8).all(1)
     x[0, 0] = 0.0  # all scores alike: below the null
     layer.router.null_score.fill_(0.51 if score == "sigmoid" else 0.13)
     got = gradients(layer, layer, x)
     assert all(value.isfinite().all() for value in got.values()) and not nulls.all()
-    weights_TK, indices_TK = layer.router(x, decoding=True)
+    weights_TK, indices_TK, _ = layer.router(x, decoding=True)
     assert (indices_TK[0] == 8).all() and not weights_TK[0].any()
 
 

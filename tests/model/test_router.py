@@ -200,7 +200,7 @@ def router_gradient(router: Router, x_BTD: Tensor, docs: Documents, rows: int) -
     for part in range(0, len(x_BTD), rows):
         here = slice(part, part + rows)
         part_docs = Documents(docs.ids_BT[here], docs.positions_BT[here])
-        weights_TK, _ = router(x_BTD[here], part_docs)
+        weights_TK, *_ = router(x_BTD[here], part_docs)
         weights_TK.backward(torch.zeros_like(weights_TK))
     assert router.weight.grad is not None
     return router.weight.grad.clone()

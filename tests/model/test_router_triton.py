@@ -11,7 +11,18 @@ from tests.model.in_child import run_cases
 from tests.model.machine_code import compiled
 
 CASES = "tests/model/router_triton_cases.py"
-FLAGS = ("BIASED", "PLAIN", "LOSSES", "BATCH", "DOCUMENTS", "INDIRECT", "Z", "SUMMED")
+FLAGS = (
+    "BIASED",
+    "PLAIN",
+    "LOSSES",
+    "BATCH",
+    "DOCUMENTS",
+    "INDIRECT",
+    "Z",
+    "SUMMED",
+    "ZEROS",
+    "TOTALS",
+)
 
 
 def test_in_the_interpreter() -> None:
@@ -29,10 +40,10 @@ def test_compiles_without_a_gpu(score: str, experts: int, top_k: int, capability
     from megacpp.kernels.experts import triton_router as router
     from megacpp.kernels.experts import triton_router_kernels as kernels
 
-    values = router._shape(experts) | dict.fromkeys(FLAGS, True)
+    values = router._shape(experts) | dict.fromkeys((*FLAGS, "COUNTS"), True)
     values |= {"K": top_k, "KB": triton.next_power_of_2(top_k), "C": 3}
     values |= {"SIGMOID": score == "sigmoid", "PRE": score == "before"}
-    kinds = dict.fromkeys(("chosen", "plain", "document", "length"), "*i64")
+    kinds = dict.fromkeys(("chosen", "plain", "document", "length", "totals"), "*i64")
     kinds |= dict.fromkeys(("rows", "programs", "copies"), "i32")
     kinds |= dict.fromkeys(("scale", "of_batch", "of_documents", "of_z"), "fp32")
     for kernel in (

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacpp.kernels.linears import linears
+from megacpp.kernels.linears import linears, wide_linear
 from tests.model.in_child import run_cases
 from tests.model.machine_code import compiled
 
@@ -30,7 +30,8 @@ def test_compiles_without_a_gpu(outputs: int, capability: int) -> None:
 
     values = fused._shape(torch.empty(outputs, 3584, device="meta"))
     options = {"num_warps": values.pop("num_warps")}
-    kinds = {"x": "*bf16", "dx": "*bf16", "rows": "i32"}
+    kinds = {"x": "*bf16", "dx": "*bf16", "plus": "*bf16", "rows": "i32"}
+    values["PLUS"] = True
     for kernel in (fused._forward_kernel, fused._input_kernel, fused._weight_kernel):
         made = compiled(kernel, kinds, values, capability, options, other="*fp32")
         assert made.asm["cubin"] and made.metadata.shared < 99 * 1024
@@ -64,6 +65,17 @@ def test_layers_of_one_input_are_the_layers(bias: bool) -> None:
     (dx, *found), (right, *wants) = grads_of(got, x, made), grads_of(want, x, made)
     assert (dx - right).norm() <= 1e-15 * right.norm()
     assert all(torch.equal(a, b) for a, b in zip(found, wants, strict=True))
+
+
+def test_a_second_reader_of_the_input() -> None:
+    """Its gradient is added to that of the product, and is all there is without one."""
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    dy, plus = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    y, beside = wide_linear(x, w)
+    both = torch.autograd.grad((y, beside), (x, w), (dy, plus), retain_graph=True)
+    assert torch.equal(both[0], dy @ w + plus) and torch.equal(both[1], dy.T @ x)
+    assert torch.equal(torch.autograd.grad(beside, x, plus)[0], plus)
 
 
 def test_thin_layers_are_one_product() -> None:

@@ -109,7 +109,7 @@ def keeping_rank(rank: int, _size: int) -> dict[str, tuple[int, int]]:
 def trip_rows(mixer: MixtureOfExperts, x_BTD: Tensor) -> Tensor:
     """The token of each row that leaves."""
     x_TD = x_BTD.detach().flatten(0, 1)
-    weights_TK, indices_TK = mixer.router(x_TD, decoding=True)
+    weights_TK, indices_TK, _ = mixer.router(x_TD, decoding=True)
     return mixer.dispatch(x_TD, indices_TK, weights_TK)[1].at_source.token_S
 
 

@@ -137,7 +137,7 @@ class IndexHeadWeights(Fp32Contract):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return the weights `[B, T, J]`, in at least fp32."""
-        return wide_linear(x_BTD.flatten(0, 1), self.weight).unflatten(0, x_BTD.shape[:2])
+        return wide_linear(x_BTD.flatten(0, 1), self.weight)[0].unflatten(0, x_BTD.shape[:2])
 
 
 def index_rope_dim(config: AttentionConfig) -> int:

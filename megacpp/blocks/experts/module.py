@@ -69,15 +69,21 @@ class Experts(nn.Module):
             self.w3 = nn.Parameter(torch.empty(num, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(num, dim, hidden))
 
-    def forward(self, x_RD: Tensor, groups: Groups, weights_RK: Tensor | None = None) -> Tensor:
-        """Return the output of the expert of each slot, times the row's weight: `[S, D]`."""
-        weight_S = None if weights_RK is None else weigh_slots(weights_RK, groups)
+    def forward(
+        self, x_RD: Tensor, groups: Groups, weights_RK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output of each slot's expert, times the row's weight, `[S, D]`, and `x_RD`.
+
+        Whatever reads the rows next may read the second result, whose gradient is added where
+        those of a row's copies are.
+        """
         if self.kernels.experts == "reference":
             from megacpp.kernels.experts.reference import experts_reference
 
-            return experts_reference(x_RD, groups, weight_S, *self._weights, self.w2)
-        hidden = self.recompute("expert_gemm", self._into, x_RD, groups)
-        return out_of_experts(hidden, self.w2, weight_S, groups, self.fp8)
+            weight_S = None if weights_RK is None else weigh_slots(weights_RK, groups)
+            return experts_reference(x_RD, groups, weight_S, *self._weights, self.w2), x_RD
+        *hidden, x_RD = self.recompute("expert_gemm", self._into, x_RD, groups)
+        return out_of_experts(tuple(hidden), self.w2, weights_RK, groups, self.fp8), x_RD
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter, by name below the experts."""
@@ -193,13 +199,11 @@ class MixtureOfExperts(Tokenwise):
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """Return the output `[B, T, D]`; documents matter to the sequence loss only."""
-        weights_TK, indices_TK = self.router(x_BTD, docs)
-        return self._mix(x_BTD.flatten(0, 1), weights_TK, indices_TK).view_as(x_BTD)
+        return self._mix(*self.router(x_BTD, docs)).view_as(x_BTD)
 
     def step(self, x_BD: Tensor, state: None) -> tuple[Tensor, None]:
         """Return the output `[B, D]` of one token, and None; nothing is dropped or counted."""
-        weights_TK, indices_TK = self.router(x_BD, decoding=True)
-        return self._mix(x_BD, weights_TK, indices_TK, decoding=True), None
+        return self._mix(*self.router(x_BD, decoding=True), decoding=True), None
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter and buffer, by name below the mixer."""
@@ -213,11 +217,12 @@ class MixtureOfExperts(Tokenwise):
         }
 
     def _mix(
-        self, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, decoding: bool = False
+        self, weights_TK: Tensor, indices_TK: Tensor, x_TD: Tensor, decoding: bool = False
     ) -> Tensor:
         arrived, counts = self.dispatch(x_TD, indices_TK, weights_TK, decoding)
-        rows_SD = self.experts(*arrived)
-        shared = None if self.shared is None else partial(self.shared, x_TD)
+        rows_SD, read = self.experts(*arrived)
+        beside_TD = read if arrived.x_RD is x_TD else x_TD  # rows may come from other ranks
+        shared = None if self.shared is None else partial(self.shared, beside_TD)
         return self.combine(rows_SD, weights_TK, counts, shared, x_TD.dtype)
 
 

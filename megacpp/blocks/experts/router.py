@@ -98,14 +98,23 @@ class Router(AuxiliarySource):
 
     def forward(
         self, x_BTD: Tensor, docs: Documents | None = None, decoding: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Weights and experts `[T, K]` of all tokens; in training also counts and losses."""
-        logits_TE = self.logits(x_BTD.flatten(0, -2))
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return weights and experts `[T, K]` of all tokens, and the tokens `[T, D]` themselves.
+
+        Whatever reads the tokens next may read the last result, whose gradient is added inside the
+        backward of the logits. Training also counts choices and records losses.
+
+        Args:
+            x_BTD: tokens.
+            docs: documents; None: every row is one.
+            decoding: neither count nor record.
+        """
+        logits_TE, x_TD = wide_linear(x_BTD.flatten(0, -2), self.weight, self.kernels.experts)
         learns = self.training and not decoding
         if self._by_kernels(logits_TE):
             from megacpp.blocks.experts.fused_router import route
 
-            return route(self, x_BTD, logits_TE, docs, learns)
+            return *route(self, x_BTD, logits_TE, docs, learns), x_TD
         if not learns or not torch.is_grad_enabled() or not self.auxiliary:
             routing = self.choose(logits_TE)
             weights_TK = routing.weights_TK
@@ -122,7 +131,7 @@ class Router(AuxiliarySource):
             self.count(routing.indices_TK)
             if self.nulls:
                 self.measure(routing.scores_TE)
-        return weights_TK, routing.indices_TK
+        return weights_TK, routing.indices_TK, x_TD
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
@@ -135,7 +144,7 @@ class Router(AuxiliarySource):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Return logits `[T, E]` in the dtype of the weight."""
-        return wide_linear(x_TD, self.weight, self.kernels.experts)
+        return wide_linear(x_TD, self.weight, self.kernels.experts)[0]
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Return the sigmoid or softmax of the logits."""

@@ -32,6 +32,7 @@ NEVER = (
     "megacpp.kernels.experts.fp8",
     "megacpp.blocks.experts.fused_router",
     "megacpp.kernels.experts.triton",
+    "megacpp.kernels.experts.triton_units",
     "megacpp.kernels.experts.triton_router",
     "megacpp.kernels.experts.triton_router_kernels",
     "megacpp.kernels.experts.triton_rows",

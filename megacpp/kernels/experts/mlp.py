@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.autograd import needs_input_grad_now, wide
 from megacpp.kernels.experts.grouped_mm import Counts, autocast, outer_products, products
-from megacpp.kernels.experts.rows import Groups, rows_of_slots, sum_of_slots
+from megacpp.kernels.experts.rows import Groups, rows_of_slots, sum_of_slots, weigh_slots
 from megacpp.kernels.experts.sizes import block_rows
 
 if TYPE_CHECKING:
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 def into_experts(
     x_RD: Tensor, groups: Groups, *weights_EID: Tensor, fp8: Fp8Products | None = None
 ) -> tuple[Tensor, ...]:
-    """Return for each weight the product of every slot's row with its expert's matrix, `[S, I]`."""
+    """Return for each weight the product of every slot's row with its expert's matrix, `[S, I]`.
+
+    The last result is `x_RD`, in the products' dtype: backward adds its gradient to that of the
+    copies in one pass.
+    """
     x_RD, *weights = autocast(x_RD, *weights_EID)
     return _Into.apply(x_RD, *weights, groups, fp8)  # type: ignore[return-value]
 
@@ -42,7 +46,7 @@ def into_experts(
 def out_of_experts(
     hidden: tuple[Tensor, ...],
     w2_EDI: Tensor,
-    weight_S: Tensor | None,
+    weights_RK: Tensor | None,
     groups: Groups,
     fp8: Fp8Products | None = None,
 ) -> Tensor:
@@ -51,12 +55,14 @@ def out_of_experts(
     Args:
         hidden: gate and up `[S, I]`, or h alone.
         w2_EDI: matrices of the experts.
-        weight_S: in fp32 (or fp64); None: 1.
+        weights_RK: of the copies, in fp32 (or fp64); None: 1.
         groups: slots.
         fp8: settings of FP8 products; None: off.
     """
     (w2_EDI,) = autocast(w2_EDI)
-    weight = () if weight_S is None else (weight_S,)
+    weight = () if weights_RK is None else (weights_RK,)
+    if weights_RK is not None and groups.backend != "triton":  # whose kernels look them up
+        weight = (weigh_slots(weights_RK, groups),)
     return _OutOf.apply(w2_EDI, *hidden, *weight, len(hidden), groups, fp8)  # type: ignore[return-value]
 
 
@@ -69,12 +75,17 @@ class _Into(torch.autograd.Function):
         ctx.save_for_backward(x_RD, *weights)
         ctx.groups, ctx.fp8 = groups, fp8
         rows_SD = rows_of_slots(x_RD, groups, x_RD.dtype)
-        return tuple(_rows_times(rows_SD, [w_EID.mT for w_EID in weights], groups.counts_E, fp8))
+        ctx.set_materialize_grads(False)
+        into = _rows_times(rows_SD, [w_EID.mT for w_EID in weights], groups.counts_E, fp8)
+        return *into, x_RD.detach()  # no view, of which FSDP warns
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        *grads, beside_RD = given
         x_RD, *weights = ctx.saved_tensors
+        if grads[0] is None:  # nothing learns from the products
+            return beside_RD, *[None] * (len(weights) + 2)
         groups, counts_E, fp8 = ctx.groups, ctx.groups.counts_E, ctx.fp8
         wants_x, *wants_w = needs_input_grad_now(ctx)[:-2]
         found: list[Tensor | None] = [None] * (1 + len(weights))
@@ -88,7 +99,7 @@ class _Into(torch.autograd.Function):
             (grad_SD,) = _rows_times(grads[0], [weights[0]], counts_E, fp8)
             for grad_SI, w_EID in zip(grads[1:], weights[1:], strict=True):
                 grad_SD += _rows_times(grad_SI, [w_EID], counts_E, fp8)[0]
-            found[0] = sum_of_slots(grad_SD, groups, dtype=x_RD.dtype)
+            found[0] = sum_of_slots(grad_SD, groups, beside_RD, x_RD.dtype)
         return *found, None, None
 
 
@@ -99,35 +110,38 @@ class _OutOf(torch.autograd.Function):
     def forward(ctx: Any, w2_EDI: Tensor, *rest: Any) -> Tensor:
         *units, num_hidden, groups, fp8 = rest  # tensors first: `needs_input_grad_now`
         ctx.save_for_backward(w2_EDI, *units)
-        ctx.num_hidden, ctx.counts, ctx.backend = num_hidden, groups.counts_E, groups.backend
-        ctx.fp8 = fp8
-        h_SI = _weighed(_Units.unpack(units, num_hidden), groups.backend)
+        ctx.num_hidden, ctx.groups, ctx.fp8 = num_hidden, groups, fp8
+        h_SI = _weighed(_Units.unpack(units, num_hidden), groups)
         return _rows_times(h_SI, [w2_EDI.mT], groups.counts_E, fp8)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         w2_EDI, *tensors = ctx.saved_tensors
-        units, grad_SD, counts_E = _Units.unpack(tensors, ctx.num_hidden), grads[0], ctx.counts
+        units, grad_SD = _Units.unpack(tensors, ctx.num_hidden), grads[0]
+        groups, counts_E = ctx.groups, ctx.groups.counts_E
         wants_w2, *wants_units = needs_input_grad_now(ctx)[: 1 + len(tensors)]
         h_SI, grad_w2 = None, None
         grad_units: list[Tensor | None] = [None] * len(tensors)
         if any(wants_units):
             (grad_SI,) = _rows_times(grad_SD, [w2_EDI], counts_E, ctx.fp8)
-            grad_units[:], h_SI = _backward(units, grad_SI, wants_w2, ctx.backend)
+            grad_units[:], h_SI = _backward(units, grad_SI, wants_w2, groups)
             del grad_SI
         if wants_w2:
-            h_SI = _weighed(units, ctx.backend) if h_SI is None else h_SI
+            h_SI = _weighed(units, groups) if h_SI is None else h_SI
             grad_w2 = _outer_sums(grad_SD, h_SI, counts_E, len(w2_EDI), ctx.fp8)
         return grad_w2, *grad_units, None, None, None
 
 
 class _Units(NamedTuple):
-    """Tensors from which hidden units are computed; without `up` they are relu(gate)^2."""
+    """Tensors from which hidden units are computed; without `up` they are relu(gate)^2.
+
+    `weight` is that of each slot, `[S]`, and of each copy, `[R, K]`, for Triton's kernels.
+    """
 
     gate_SI: Tensor
     up_SI: Tensor | None
-    weight_S: Tensor | None
+    weight: Tensor | None
 
     @staticmethod
     def unpack(tensors: Sequence[Tensor], num_hidden: int) -> _Units:
@@ -148,12 +162,12 @@ class _Units(NamedTuple):
             yield rows, _Units(wide(gate), up, None if weight is None else weight[:, None])
 
 
-def _weighed(units: _Units, backend: str) -> Tensor:
+def _weighed(units: _Units, groups: Groups) -> Tensor:
     """Return weight * act `[S, I]`, rounded once."""
-    if backend == "triton":
-        from megacpp.kernels.experts import triton as experts_triton
+    if groups.backend == "triton":
+        from megacpp.kernels.experts import triton_units
 
-        return experts_triton.weighed_units(*units)
+        return triton_units.weighed_units(*units, groups)
     h_SI = torch.empty_like(units.gate_SI)
     for rows, (gate, up, weight) in units.blocks():
         act = F.relu(gate).square_() if up is None else F.silu(gate).mul_(up)
@@ -162,20 +176,20 @@ def _weighed(units: _Units, backend: str) -> Tensor:
 
 
 def _backward(
-    units: _Units, grad_SI: Tensor, wants_h: bool, backend: str
+    units: _Units, grad_SI: Tensor, wants_h: bool, groups: Groups
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return the gradients of `units`, from that of the hidden units, which is overwritten.
 
     On the way the hidden units themselves, if they are wanted.
     """
-    if backend == "triton":
-        from megacpp.kernels.experts import triton as experts_triton
+    if groups.backend == "triton":
+        from megacpp.kernels.experts import triton_units
 
-        return experts_triton.units_backward(*units, grad_SI, wants_h)
+        return triton_units.units_backward(*units, groups, grad_SI, wants_h)
     h_SI = torch.empty_like(grad_SI) if wants_h else None
     swiglu = units.up_SI is not None
     grad_gate_SI = torch.empty_like(grad_SI) if swiglu else grad_SI
-    grad_weight_S = None if units.weight_S is None else torch.empty_like(units.weight_S)
+    grad_weight_S = None if units.weight is None else torch.empty_like(units.weight)
     for rows, (gate, up, weight) in units.blocks():
         part = F.relu(gate) if up is None else F.silu(gate)
         act, grad = part * (part if up is None else up), wide(grad_SI[rows])

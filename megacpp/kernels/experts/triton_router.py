@@ -1,7 +1,7 @@
 """Router behind its product, by Triton kernels: choice, weights and auxiliary losses.
 
     choose      the K best experts by score and bias, and the K most probable ones
-    count       choices of each expert by document
+    count       choices of each expert, of all tokens and by document
     weigh       weights of the chosen experts, and sums of the auxiliary losses
     d logits    gradient of the logits by the weights and by the losses, and their squared norms
     add up      what the programs summed, to a buffer
@@ -33,6 +33,7 @@ from megacpp.kernels.experts.triton_router_kernels import (
 )
 
 TILE = 512  # logits at a time: 4 for each thread of 4 warps
+COPIES = 256  # counted at a time
 PROGRAMS = 512  # at most, of kernels that sum up
 OPTIONS = {"maxnreg": 128}  # else ptxas leaves most registers free, and spills
 LOSSES = 3  # balance, sequence, z: the first of megacpp/model/auxiliary.py
@@ -79,7 +80,12 @@ class RouterLosses:
 
 
 def choose(
-    logits_TE: Tensor, bias_E: Tensor | None, top_k: int, sigmoid: bool, plain: bool
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    plain: bool,
+    zeros_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the chosen experts and the most probable ones, int64 `[T, K]`; the best is first.
 
@@ -89,12 +95,14 @@ def choose(
         top_k: K.
         sigmoid: scores are sigmoids, not a softmax.
         plain: make the second result; else it is empty, where there is a bias.
+        zeros_TE: memory that is set to zeros on the way; None: there is none.
     """
     tokens, experts = logits_TE.shape
     chosen_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
     biased = bias_E is not None
     plain_TK = chosen_TK if not biased else chosen_TK.new_empty(tokens if plain else 0, top_k)
-    given = logits_TE, bias_E if biased else logits_TE, chosen_TK, plain_TK, tokens
+    zeros = logits_TE if zeros_TE is None else zeros_TE
+    given = logits_TE, bias_E if biased else logits_TE, chosen_TK, plain_TK, zeros, tokens
     _launch(
         choose_kernel,
         -(-tokens // _rows(experts)),
@@ -103,24 +111,46 @@ def choose(
         SIGMOID=sigmoid,
         BIASED=biased,
         PLAIN=plain and biased,
+        ZEROS=zeros_TE is not None,
         **_shape(experts),
     )
     return chosen_TK, plain_TK
 
 
-def document_counts(chosen_TK: Tensor, document_T: Tensor, num_experts: int) -> Tensor:
-    """Return how many tokens of each document chose each expert, fp32 `[T, E]`.
+def count(
+    chosen_TK: Tensor,
+    plain_TK: Tensor,
+    totals_E: Tensor | None,
+    counts_TE: Tensor | None,
+    document_T: Tensor | None,
+) -> None:
+    """Add choices to those of all tokens, and other choices to those of each document.
 
     Args:
         chosen_TK: chosen experts.
-        document_T: number of each token's document.
-        num_experts: E.
+        plain_TK: the other choices.
+        totals_E: int64, to which `chosen_TK` is added; None: to nothing.
+        counts_TE: fp32, to which `plain_TK` is added, in the row of the document; None: to nothing.
+        document_T: number of each token's document, with `counts_TE`.
     """
-    copies, width = chosen_TK.numel(), num_experts
-    counts_TE = torch.zeros(len(chosen_TK), width, dtype=torch.float32, device=chosen_TK.device)
-    given = chosen_TK.contiguous(), document_T, counts_TE, copies
-    _launch(count_kernel, -(-copies // 256), *given, K=chosen_TK.shape[1], E=width, BLOCK=256)
-    return counts_TE
+    chosen_TK, plain_TK = chosen_TK.contiguous(), plain_TK.contiguous()
+    totals = chosen_TK if totals_E is None else totals_E
+    counts = totals if counts_TE is None else counts_TE
+    document = chosen_TK if document_T is None else document_T
+    width = counts.shape[-1] if totals_E is None else len(totals_E)
+    block = _power(width)
+    rows = max(1, COPIES * 8 // block)
+    _launch(
+        count_kernel,
+        -(-chosen_TK.numel() // rows),
+        *(chosen_TK, plain_TK, document, totals, counts, chosen_TK.numel()),
+        K=chosen_TK.shape[1],
+        TOTALS=totals_E is not None,
+        COUNTS=counts_TE is not None,
+        E=width,
+        ROWS=rows,
+        BLOCK=block,
+    )
 
 
 def weigh(

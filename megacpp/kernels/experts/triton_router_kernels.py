@@ -41,11 +41,13 @@ def choose_kernel(
     bias,
     chosen,
     plain,
+    zeros,
     rows,
     K: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIASED: tl.constexpr,
     PLAIN: tl.constexpr,
+    ZEROS: tl.constexpr,
     E: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -57,11 +59,13 @@ def choose_kernel(
         bias: `[E]`, added to scores.
         chosen: `[rows, K]`, experts.
         plain: `[rows, K]`, stored likewise, without the bias.
+        zeros: `[rows, E]`, set to zeros.
         rows: tokens.
         K: experts of a token.
         SIGMOID: scores are sigmoids.
         BIASED: there is a bias.
         PLAIN: store `plain`.
+        ZEROS: set `zeros`.
         E: experts.
         ROWS: tokens at a time.
         BLOCK: power of two that holds E.
@@ -79,6 +83,8 @@ def choose_kernel(
     if BIASED:
         best = score + tl.load(bias + column, mask=column < E, other=0.0)[None, :]
     _put_best(best, inside, row, rows, column, chosen, K, BLOCK)
+    if ZEROS:
+        tl.store(zeros + row[:, None] * E + column[None, :], tl.zeros_like(x), mask=read)
     if PLAIN:
         if SIGMOID:
             score = score / (tl.sum(score, 1) + 1e-20)[:, None]
@@ -87,24 +93,46 @@ def choose_kernel(
 
 @triton.jit
 def count_kernel(
-    chosen, document, counts, copies, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr
+    chosen,
+    plain,
+    document,
+    totals,
+    counts,
+    copies,
+    K: tl.constexpr,
+    TOTALS: tl.constexpr,
+    COUNTS: tl.constexpr,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Add 1 for each choice of an expert by a token of a document.
+    """Add choices of each expert to the totals, and others to those of each token's document.
 
     Args:
         chosen: `[rows, K]`, experts.
-        document: `[rows]`, row of `loads` of each token.
+        plain: `[rows, K]`, the others.
+        document: `[rows]`, row of `counts` of each token.
+        totals: `[E]`
         counts: `[documents, E]`
         copies: choices in all.
         K: experts of a token.
+        TOTALS: add to `totals`.
+        COUNTS: add to `counts`.
         E: experts.
-        BLOCK: choices of a program.
+        ROWS: choices of a program.
+        BLOCK: power of two that holds E.
     """
-    copy = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    copy = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = copy < copies
-    expert = tl.load(chosen + copy, mask=inside, other=0)
-    row = tl.load(document + copy // K, mask=inside, other=0)
-    tl.atomic_add(counts + row * E + expert, tl.full([BLOCK], 1.0, tl.float32), mask=inside)
+    if TOTALS:
+        column = tl.arange(0, BLOCK)
+        expert = tl.load(chosen + copy, mask=inside, other=E)
+        found = tl.sum((expert[:, None] == column[None, :]).to(tl.int32), 0)
+        tl.atomic_add(totals + column, found.to(tl.int64), mask=(column < E) & (found > 0))
+    if COUNTS:
+        expert = tl.load(plain + copy, mask=inside, other=0)
+        row = tl.load(document + copy // K, mask=inside, other=0)
+        tl.atomic_add(counts + row * E + expert, tl.full([ROWS], 1.0, tl.float32), mask=inside)
 
 
 @triton.jit

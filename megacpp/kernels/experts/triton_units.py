@@ -1,0 +1,259 @@
+"""Triton kernels of the experts' hidden units, and of those of other gated layers.
+
+    units       weight * silu(gate) * up, rounded once
+    d units     gradients of gate, up and weight, and the units again for the gradient of w2
+
+One launch each and one pass over memory. A slot's weight is looked up among those of its token's
+copies, and the gradient of a weight is stored at its copy. Every result has one writer. Numbers
+inside are fp32.
+
+Legend: S slots (rows in expert order), T tokens, K experts of a token, I hidden of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megacpp.kernels.experts.rows import Groups
+from megacpp.kernels.experts.triton import BLOCK, launch
+
+
+def weighed_units(
+    gate_SI: Tensor,
+    up_SI: Tensor | None = None,
+    weights_TK: Tensor | None = None,
+    groups: Groups | None = None,
+) -> Tensor:
+    """Return weight * silu(gate) * up `[S, I]`, or weight * relu(gate)^2 without `up`.
+
+    Args:
+        gate_SI: gate.
+        up_SI: up; None: units are relu(gate)^2.
+        weights_TK: weight of each copy; None: 1.
+        groups: slots of these copies; a slot without one weighs 0.
+    """
+    return _units(gate_SI, up_SI, *_slots_of(weights_TK, groups))
+
+
+def units_backward(
+    gate_SI: Tensor,
+    up_SI: Tensor | None,
+    weights_TK: Tensor | None,
+    groups: Groups | None,
+    grad_SI: Tensor,
+    wants_units: bool,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Return the gradients of all given tensors, and the weighed units again if they are wanted.
+
+    The gradient of `up` (of `gate` without one) takes the place of `grad_SI`.
+
+    Args:
+        gate_SI: gate.
+        up_SI: up; None: units are relu(gate)^2.
+        weights_TK: weight of each copy; None: 1.
+        groups: slots of these copies.
+        grad_SI: gradient of the weighed units; overwritten.
+        wants_units: compute the weighed units again.
+    """
+    copies = _slots_of(weights_TK, groups)
+    other, weight, units = _units_backward(gate_SI, up_SI, *copies, grad_SI, wants_units)
+    grads = [grad_SI] if up_SI is None else [other, grad_SI]
+    return grads + ([] if weights_TK is None else [weight]), units if wants_units else None
+
+
+def _slots_of(weights_TK: Tensor | None, groups: Groups | None) -> tuple[Tensor | None, ...]:
+    """Return weights of copies, their slots `[T, K]`, tokens of slots, and copies with a slot."""
+    if weights_TK is None or groups is None:
+        return None, None, None, None
+    kept = None if groups.kept_KT is None else groups.kept_KT.T.contiguous()
+    return weights_TK.contiguous(), groups.slot_KT.T.contiguous(), groups.token_S, kept
+
+
+@torch.library.custom_op("megacpp::experts_units", mutates_args=())
+def _units(
+    gate_SI: Tensor,
+    up_SI: Tensor | None,
+    weights_TK: Tensor | None,
+    slot_TK: Tensor | None,
+    token_S: Tensor | None,
+    kept_TK: Tensor | None,
+) -> Tensor:
+    gate_SI, (S, hidden) = gate_SI.contiguous(), gate_SI.shape
+    out_SI = torch.empty_like(gate_SI)
+    if out_SI.numel():
+        up = gate_SI if up_SI is None else up_SI.contiguous()
+        copies = _given(gate_SI, weights_TK, slot_TK, token_S, kept_TK)
+        launch(
+            _units_kernel,
+            (S, triton.cdiv(hidden, BLOCK)),
+            *(gate_SI, up, *copies, out_SI, hidden),
+            GATED=up_SI is not None,
+            BLOCK=BLOCK,
+            **_weighing(weights_TK, kept_TK),
+        )
+    return out_SI
+
+
+@torch.library.custom_op("megacpp::experts_units_backward", mutates_args=("grad_SI",))
+def _units_backward(
+    gate_SI: Tensor,
+    up_SI: Tensor | None,
+    weights_TK: Tensor | None,
+    slot_TK: Tensor | None,
+    token_S: Tensor | None,
+    kept_TK: Tensor | None,
+    grad_SI: Tensor,
+    wants_units: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert grad_SI.is_contiguous(), "written in place"
+    gate_SI, (S, hidden) = gate_SI.contiguous(), gate_SI.shape
+    other_SI, dweight_TK, units_SI = _of_backward(gate_SI, up_SI, weights_TK, wants_units)
+    if kept_TK is not None or not len(gate_SI):  # copies without a slot
+        dweight_TK.zero_()
+    if gate_SI.numel():
+        up = gate_SI if up_SI is None else up_SI.contiguous()
+        copies = _given(gate_SI, weights_TK, slot_TK, token_S, kept_TK)
+        launch(
+            _units_backward_kernel,
+            (S,),
+            *(gate_SI, up, *copies, grad_SI, other_SI, dweight_TK, units_SI),
+            hidden=hidden,
+            GATED=up_SI is not None,
+            UNITS=wants_units,
+            BLOCK=BLOCK,
+            **_weighing(weights_TK, kept_TK),
+        )
+    return other_SI, dweight_TK, units_SI
+
+
+def _given(gate_SI: Tensor, *given: Tensor | None) -> list[Tensor]:
+    """Return tensors for a kernel; in place of those that it doesn't read, the gate."""
+    return [gate_SI if x is None else x for x in given]
+
+
+def _weighing(weights_TK: Tensor | None, kept_TK: Tensor | None) -> dict[str, Any]:
+    top_k = 0 if weights_TK is None else weights_TK.shape[1]
+    return {"K": top_k, "SOME": kept_TK is not None}
+
+
+def _of_backward(
+    gate_SI: Tensor, up_SI: Tensor | None, weights_TK: Tensor | None, wants_units: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for the gradients of gate and weights, and for the units, if wanted."""
+    none = gate_SI.new_empty(0)
+    other_SI = torch.empty_like(gate_SI) if up_SI is not None else none
+    dweight_TK = gate_SI.new_empty(0) if weights_TK is None else torch.empty_like(weights_TK)
+    return other_SI, dweight_TK, torch.empty_like(gate_SI) if wants_units else none.clone()
+
+
+@_units.register_fake
+def _(gate_SI: Tensor, *_: Tensor | None) -> Tensor:
+    return torch.empty_like(gate_SI)
+
+
+@_units_backward.register_fake
+def _(
+    gate_SI: Tensor, up_SI: Tensor | None, weights_TK: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _of_backward(gate_SI, up_SI, weights_TK, rest[-1])
+
+
+@triton.jit
+def _copy_in(slot, slots, tokens, kept, K: tl.constexpr, SOME: tl.constexpr):
+    """Return the number of the copy in a slot; -1 where there is none."""
+    first = tl.load(tokens + slot) * K
+    copy = first * 0 - 1
+    for k in range(K):
+        is_it = tl.load(slots + first + k) == slot
+        if SOME:  # a copy without a slot has the number 0, which is another's
+            is_it = is_it & (tl.load(kept + first + k) != 0)
+        copy = tl.where(is_it, first + k, copy)
+    return copy
+
+
+@triton.jit
+def _units_kernel(
+    gate,
+    up,
+    weights,
+    slots,
+    tokens,
+    kept,
+    out,
+    hidden,
+    GATED: tl.constexpr,
+    K: tl.constexpr,
+    SOME: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, place = column < hidden, slot * hidden + column
+    g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        act = g / (1.0 + tl.exp(-g)) * tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    else:
+        part = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        act = part * part
+    if K:
+        copy = _copy_in(slot, slots, tokens, kept, K, SOME)
+        act = act * tl.load(weights + copy, mask=copy >= 0, other=0.0).to(tl.float32)
+    tl.store(out + place, act.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _units_backward_kernel(
+    gate,
+    up,
+    weights,
+    slots,
+    tokens,
+    kept,
+    grad,
+    other,
+    dweights,
+    units,
+    hidden: tl.constexpr,
+    GATED: tl.constexpr,
+    UNITS: tl.constexpr,
+    K: tl.constexpr,
+    SOME: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64)
+    factor, copy = 1.0, slot
+    if K:
+        copy = _copy_in(slot, slots, tokens, kept, K, SOME)
+        factor = tl.load(weights + copy, mask=copy >= 0, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, hidden, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside, place = column < hidden, slot * hidden + column
+        g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+            sigmoid = 1.0 / (1.0 + tl.exp(-g))
+            part = g * sigmoid
+            act = part * u
+            total += d * act
+            d = d * factor
+            dgate = d * u * sigmoid * (1.0 + g * (1.0 - sigmoid))
+            tl.store(other + place, dgate.to(other.dtype.element_ty), mask=inside)
+            tl.store(grad + place, (d * part).to(grad.dtype.element_ty), mask=inside)
+        else:
+            part = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            act = part * part
+            total += d * act
+            d = 2.0 * d * factor * part
+            tl.store(grad + place, d.to(grad.dtype.element_ty), mask=inside)
+        if UNITS:
+            tl.store(units + place, (act * factor).to(units.dtype.element_ty), mask=inside)
+    if K:
+        dweight = tl.sum(total, 0).to(dweights.dtype.element_ty)
+        tl.store(dweights + copy, dweight, mask=copy >= 0)
