@@ -103,7 +103,8 @@ def compiled(K: int, V: int, capability: int) -> list[tuple[str, str]]:
         **{f"{name}_SHARED": 1 for name in "VFW"}, "Q_SHARED": 132, "K_SHARED": 132,
         "K": K, "V": V, "BLOCK_K": ROWS, "BLOCK_V": padded(V), "PACKED": True,
         "INITIAL": False, "FRONTS": True, "FINAL": False, "KEEP": False,
-        "AGAIN": True, "DINITIAL": False, "DFINAL": False, "CLIP": 1,
+        "AGAIN": True, "DINITIAL": False, "DFINAL": False, "CLIP": 1, "FROM_ZERO": False,
+        "DH_FROM_ZERO": False, "DW_FROM_ZERO": True,
     }  # fmt: skip
     found = []
     for kernel in (kernels.run_kernel, kernels.backward_kernel):
@@ -153,17 +154,17 @@ def test_compiles_without_a_gpu_and_loops_without_spills(capability: int) -> Non
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_sums_compile_without_a_gpu(capability: int) -> None:
-    """Those of a backward at the paper's size: heads that share q and k, blocks of rows of v."""
+    """Those of a backward at the paper's size, with heads that share q and k."""
     pytest.importorskip("triton")
     from megacpp.kernels.m2rnn import triton_sums
 
-    shapes = [(1, 44, 1, 64), (1, 44, 1, 64), (4, 44, 44, 16), (4, 44, 44, 1)]
+    shapes = [(1, 44, 1, 64), (1, 44, 1, 64), (4, 44, 44, 16), (4, 44, 44, 1), (8, 16, 16, 16)]
     fixed = {
         f"{name}{i}": n for i, s in enumerate(shapes) for name, n in zip("PNGW", s, strict=True)
     }
     fixed |= {"BLOCK": triton_sums.BLOCK, "PADDED": 64, "AT_ONCE": triton_sums.AT_ONCE}
-    kinds = {f"part{i}": "*fp32" for i in range(4)} | {f"out{i}": "*bf16" for i in range(3)}
-    kinds |= {"out3": "*fp32"}
+    kinds = {f"part{i}": "*fp32" for i in range(5)} | {f"out{i}": "*bf16" for i in range(3)}
+    kinds |= {"out3": "*fp32", "out4": "*bf16"}
     options = {"num_warps": 4}
     made = machine_code.compiled(triton_sums._sum_kernel, kinds, fixed, capability, options, "i32")
     assert made.asm["cubin"]

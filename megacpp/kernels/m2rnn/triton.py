@@ -163,7 +163,7 @@ def forward(
     y_BTNV, final_SNKV, *kept = results
     if initial_SNKV is None:
         shape = len(v_BTNV), num_heads, k_BTNK.shape[-1], v_BTNV.shape[-1]
-        h_BNKV = v_BTNV.new_zeros(shape, dtype=torch.float32)
+        h_BNKV = v_BTNV.new_empty(shape, dtype=torch.float32)
     else:
         h_BNKV = initial_SNKV.clone() if rows is None else initial_SNKV[rows[:, 0]]
     fronts, states = (None, kept) if keep_states else (kept[0], ())
@@ -174,7 +174,8 @@ def forward(
         y_PBUNV = y_BUNV[None]
         if P > 1:
             y_PBUNV = y_BUNV.new_empty(P, *y_BUNV.shape, dtype=torch.float32)
-        launch.run(span, h_BNKV, y_PBUNV, fronts, final, states)
+        from_zero = initial_SNKV is None and span.start == 0
+        launch.run(span, h_BNKV, y_PBUNV, fronts, final, states, from_zero)
         if P > 1:
             _sum_parts([(y_PBUNV, y_BUNV)])
     if finals and rows is None:
@@ -245,8 +246,8 @@ def backward(
     launch = Launch(*inputs, w_NVV, starts_BT, index_BT, inside[0], num_heads, chunk_size)
     (B, T, _, V), K, N, P = v_BTNV.shape, k_BTNK.shape[-1], num_heads, launch.blocks
     wide = w_NVV.new_empty(0, dtype=torch.float32)
-    dw_PBNVV = wide.new_zeros(P, B, N, V, V)
-    dh_BNKV = _behind_the_rows(dfinal_SNKV, rows, wide.new_zeros(B, N, K, V))
+    dw_PBNVV, dw_NVV = wide.new_empty(P, B, N, V, V), torch.empty_like(w_NVV)
+    dh_BNKV = _behind_the_rows(dfinal_SNKV, rows, wide.new_empty(B, N, K, V))
     again = len(kept) == 1
     fronts = kept[0] if again else None
     states = wide.new_empty(2, N, min(chunk_size, T), B, K, V).unbind(0) if again else kept
@@ -255,18 +256,24 @@ def backward(
         U = span.stop - span.start
         shapes = (1, B, U, N, K), (1, B, U, N, K), (P, B, U, N, V), (P, B, U, N)
         parts = [wide.new_empty(shape) for shape in shapes]
-        sums = parts, dw_PBNVV
-        launch.backward(span, dy_BTNV, fronts, states, dh_BNKV, *inside[1:], *sums, clip, bound)
+        first = span.stop == T  # which is the last of the row
+        given = parts, dw_PBNVV, clip, bound, (first and dfinal_SNKV is None, first)
+        launch.backward(span, dy_BTNV, fronts, states, dh_BNKV, *inside[1:], *given)
         heads = [*parts[:3], parts[3][..., None]], [*grads[:3], grads[3][..., None]]
-        _sum_parts([(part, dx[:, span]) for part, dx in zip(*heads, strict=True)])
-        del parts, sums, heads  # before the next are made
+        pairs = [(part, dx[:, span]) for part, dx in zip(*heads, strict=True)]
+        if span.start == 0 and len(w_NVV) == N:  # dW is complete
+            pairs.append((dw_PBNVV.view(P * B, 1, N, V, V), dw_NVV[None]))
+        _sum_parts(pairs)
+        del parts, given, heads, pairs  # before the next are made
     if dinitial_SNKV is None:
         dinitial_SNKV = dw_PBNVV.new_empty(0)
     elif rows is None:
         dinitial_SNKV = dh_BNKV
     else:
         dinitial_SNKV.index_copy_(0, rows[:, 0], dh_BNKV)
-    dw_NVV = dw_PBNVV.unflatten(2, (len(w_NVV), -1)).sum((0, 1, 3)).to(w_NVV.dtype)
+    if len(w_NVV) != N or not T:
+        dw_PBNVV = dw_PBNVV if T else dw_PBNVV.zero_()
+        dw_NVV = dw_PBNVV.unflatten(2, (len(w_NVV), -1)).sum((0, 1, 3)).to(w_NVV.dtype)
     return [*grads, dw_NVV, dinitial_SNKV]
 
 
@@ -276,10 +283,10 @@ def _sum_parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     sum_parts(pairs)
 
 
-def _behind_the_rows(dfinal_SNKV: Tensor | None, rows: Tensor | None, zeros_BNKV: Tensor) -> Tensor:
-    """Return the gradient that comes to each row's last state from outside."""
+def _behind_the_rows(dfinal_SNKV: Tensor | None, rows: Tensor | None, empty_BNKV: Tensor) -> Tensor:
+    """Return the gradient that comes to each row's last state from outside; None: any memory."""
     if dfinal_SNKV is None:
-        return zeros_BNKV
+        return empty_BNKV
     return dfinal_SNKV.clone() if rows is None else dfinal_SNKV[rows[:, -1]]
 
 

@@ -87,7 +87,7 @@ def run_kernel(
     Q_SHARED: tl.constexpr, K_SHARED: tl.constexpr, V_SHARED: tl.constexpr,
     F_SHARED: tl.constexpr, W_SHARED: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
-    FRONTS: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
+    FRONTS: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr, FROM_ZERO: tl.constexpr,
 ):  # fmt: skip
     """Run tokens `first` to `first + count` of each row, from the states `h` `[B, N, K, V]`.
 
@@ -106,6 +106,7 @@ def run_kernel(
         BLOCK_K, BLOCK_V: rows of a program, padded V.
         PACKED, INITIAL: rows restart; initial states are given.
         FRONTS, FINAL, KEEP: what is written.
+        FROM_ZERO: states are 0 at first, and `h` isn't read.
     """
     p, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     ks, vs = p * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -117,7 +118,7 @@ def run_kernel(
         w_ptr + (n // W_SHARED) * (V * V) + vs[:, None] * V + vs[None, :],
         mask=v_in[:, None] & v_in[None, :], other=0.0,
     ).to(tl.float32)  # fmt: skip
-    h_KV = tl.load(h_ptr + state, mask=inside, other=0.0)
+    h_KV = tl.load(h_ptr + state, mask=inside & (not FROM_ZERO), other=0.0)
     here = tl.cast(first, tl.int64)
     q_ptr += b * q_b + here * q_t + (n // Q_SHARED) * q_n + ks
     k_ptr += b * k_b + here * k_t + (n // K_SHARED) * k_n + ks
@@ -190,6 +191,7 @@ def backward_kernel(
     F_SHARED: tl.constexpr, W_SHARED: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
     AGAIN: tl.constexpr, DINITIAL: tl.constexpr, DFINAL: tl.constexpr, CLIP: tl.constexpr,
+    DH_FROM_ZERO: tl.constexpr, DW_FROM_ZERO: tl.constexpr,
 ):  # fmt: skip
     """Compute all gradients of tokens `first + count` to `first`, backwards.
 
@@ -220,6 +222,7 @@ def backward_kernel(
             and final states.
         AGAIN: compute the states of a chunk again.
         CLIP: which gradient is clipped; 0: none.
+        DH_FROM_ZERO, DW_FROM_ZERO: dh and dw are 0 at first, and aren't read.
     """
     p, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     ks, vs = p * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -231,8 +234,8 @@ def backward_kernel(
     state = (b * N + n) * (K * V)
     w_ptr += (n // W_SHARED) * (V * V)
     dw_ptr += ((p * B + b) * N + n) * (V * V) + square
-    dw_VV = tl.load(dw_ptr, mask=square_in, other=0.0)
-    dh_KV = tl.load(dh_ptr + state + tile, mask=inside, other=0.0)
+    dw_VV = tl.load(dw_ptr, mask=square_in & (not DW_FROM_ZERO), other=0.0)
+    dh_KV = tl.load(dh_ptr + state + tile, mask=inside & (not DH_FROM_ZERO), other=0.0)
     q_ptr += b * q_b + (n // Q_SHARED) * q_n + ks
     k_ptr += b * k_b + (n // K_SHARED) * k_n + ks
     v_ptr += b * v_b + (n // V_SHARED) * v_n + vs

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SPAN_BYTES = 2**26  # that the parts of sums of one launch may have
+SPAN_BYTES = 2**29  # that the parts of sums of one launch may have
 ROWS = 16  # of a state in a program, which is one warp: tl.dot takes no fewer
 
 
@@ -55,6 +55,7 @@ class Launch:
         fronts_XBNKV: Tensor | None,
         final_SNKV: Tensor | None,
         kept: Sequence[Tensor],
+        from_zero: bool,
     ) -> None:
         """Launch the forward of some tokens; what is None or empty isn't written.
 
@@ -65,6 +66,7 @@ class Launch:
             fronts_XBNKV: states at chunk starts.
             final_SNKV: final states of sequences.
             kept: states in front of tokens, and tanh, `[N, T, B, K, V]`.
+            from_zero: states in front of the tokens are 0, whatever `h_BNKV` holds.
         """
         from megacpp.kernels.m2rnn.triton_kernels import run_kernel
 
@@ -81,6 +83,7 @@ class Launch:
             FRONTS=fronts_XBNKV is not None,
             FINAL=final_SNKV is not None,
             KEEP=bool(kept),
+            FROM_ZERO=from_zero,
         )
 
     def backward(
@@ -96,6 +99,7 @@ class Launch:
         dw_PBNVV: Tensor,
         clip: int,
         bound: float,
+        from_zero: tuple[bool, bool],
     ) -> None:
         """Launch the backward through some tokens; moves dh from behind to before them.
 
@@ -111,6 +115,7 @@ class Launch:
             dw_PBNVV: gradient of W; added to.
             clip: kind of the clip.
             bound: of the clip.
+            from_zero: whether dh and dw are 0 before, whatever is there.
         """
         from megacpp.kernels.m2rnn.triton_kernels import backward_kernel
 
@@ -128,6 +133,8 @@ class Launch:
             DINITIAL=dinitial_SNKV is not None,
             DFINAL=dfinal_SNKV is not None,
             CLIP=clip,
+            DH_FROM_ZERO=from_zero[0],
+            DW_FROM_ZERO=from_zero[1],
         )
 
     @property

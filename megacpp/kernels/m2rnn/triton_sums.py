@@ -16,6 +16,7 @@ from torch import Tensor
 
 BLOCK = 1024  # numbers at a time
 AT_ONCE = 16  # heads at a time
+MOST = 5  # sums of a launch
 
 
 def sum_parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -23,22 +24,22 @@ def sum_parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
     Args:
         pairs: parts `[P, B, U, N, W]` in fp32 and the result `[B, U, G, W]`, tokens of a longer
-            row; one to four of them.
+            row; one to five of them, each with its own sizes.
     """
     given: list[Any] = []
     fixed: dict[str, int] = {}
-    for i in range(4):
+    for i in range(MOST):
         part, out = pairs[min(i, len(pairs) - 1)]
         assert part.is_contiguous() and out[0, 0].is_contiguous()
-        given += [part, out, *out.stride()[:2]]
+        given += [part, out, *out.stride()[:2], *out.shape[:2]]
         (P, _, _, N, W), G = part.shape, out.shape[2]
         fixed |= {f"P{i}": P, f"N{i}": N, f"G{i}": G, f"W{i}": W}
-    B, U = pairs[0][1].shape[:2]
     widest = max(out.shape[-1] for _, out in pairs)
     fixed |= {"BLOCK": BLOCK, "PADDED": 1 << (widest - 1).bit_length(), "AT_ONCE": AT_ONCE}
+    tokens = max(out[..., 0, 0].numel() for _, out in pairs)
     kernel: Any = _sum_kernel
     with torch.cuda.device_of(pairs[0][0]):  # Triton launches on the current device
-        kernel[(B * U, len(pairs))](*given, B, U, **fixed)
+        kernel[(tokens, len(pairs))](*given, **fixed)
 
 
 @triton.jit
@@ -87,20 +88,32 @@ def _sum_kernel(
     out0,
     row_stride0,
     token_stride0,
+    B0,
+    U0,
     part1,
     out1,
     row_stride1,
     token_stride1,
+    B1,
+    U1,
     part2,
     out2,
     row_stride2,
     token_stride2,
+    B2,
+    U2,
     part3,
     out3,
     row_stride3,
     token_stride3,
-    B,
-    U,
+    B3,
+    U3,
+    part4,
+    out4,
+    row_stride4,
+    token_stride4,
+    B4,
+    U4,
     P0: tl.constexpr,
     N0: tl.constexpr,
     G0: tl.constexpr,
@@ -117,16 +130,37 @@ def _sum_kernel(
     N3: tl.constexpr,
     G3: tl.constexpr,
     W3: tl.constexpr,
+    P4: tl.constexpr,
+    N4: tl.constexpr,
+    G4: tl.constexpr,
+    W4: tl.constexpr,
     BLOCK: tl.constexpr,
     PADDED: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    which = tl.program_id(1)
-    if which == 0:
-        _sum(part0, out0, row_stride0, token_stride0, B, U, P0, N0, G0, W0, BLOCK, PADDED, AT_ONCE)
-    elif which == 1:
-        _sum(part1, out1, row_stride1, token_stride1, B, U, P1, N1, G1, W1, BLOCK, PADDED, AT_ONCE)
-    elif which == 2:
-        _sum(part2, out2, row_stride2, token_stride2, B, U, P2, N2, G2, W2, BLOCK, PADDED, AT_ONCE)
-    else:
-        _sum(part3, out3, row_stride3, token_stride3, B, U, P3, N3, G3, W3, BLOCK, PADDED, AT_ONCE)
+    token, which = tl.program_id(0), tl.program_id(1)  # some sums have fewer tokens than others
+    if (which == 0) & (token < B0 * U0):
+        _sum(
+            part0, out0, row_stride0, token_stride0, B0, U0,
+            P0, N0, G0, W0, BLOCK, PADDED, AT_ONCE,
+        )  # fmt: skip
+    if (which == 1) & (token < B1 * U1):
+        _sum(
+            part1, out1, row_stride1, token_stride1, B1, U1,
+            P1, N1, G1, W1, BLOCK, PADDED, AT_ONCE,
+        )  # fmt: skip
+    if (which == 2) & (token < B2 * U2):
+        _sum(
+            part2, out2, row_stride2, token_stride2, B2, U2,
+            P2, N2, G2, W2, BLOCK, PADDED, AT_ONCE,
+        )  # fmt: skip
+    if (which == 3) & (token < B3 * U3):
+        _sum(
+            part3, out3, row_stride3, token_stride3, B3, U3,
+            P3, N3, G3, W3, BLOCK, PADDED, AT_ONCE,
+        )  # fmt: skip
+    if (which == 4) & (token < B4 * U4):
+        _sum(
+            part4, out4, row_stride4, token_stride4, B4, U4,
+            P4, N4, G4, W4, BLOCK, PADDED, AT_ONCE,
+        )  # fmt: skip
