@@ -120,6 +120,7 @@ def poison(model: HybridLM, case: Case) -> list[Any]:
             left[0] -= 1
             return hook(out) if left[0] >= 0 else None
         t = out.loss_sum if case.where == "loss" else out
+        t = out[0] if case.where == "expert" else t
         t.register_hook(once(hook))
         return None
 
