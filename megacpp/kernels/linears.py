@@ -3,8 +3,7 @@
     linears         gradients of the one input are added inside the products
     wide_linear     a router's product: no wide copy of the input is kept
 
-Autograd alone makes the input's gradient of each layer and adds them up in kernels of their own:
-for n layers n - 1 launches more, each of which reads two tensors of its size and writes one.
+Autograd alone adds the layers' gradients of the input in kernels of their own: n - 1 for n layers.
 
 Legend: D input width, O outputs of one layer; T rows, E outputs where few.
 """
@@ -60,11 +59,9 @@ def products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 def wide_linear(x_TD: Tensor, weight_ED: Tensor, backend: str = "torch") -> tuple[Tensor, Tensor]:
     """Return x W^T `[T, E]` in the dtype of the weight, saving `x` in its own, and x itself.
 
-    Whatever reads x after the product may read the second result instead: then backward adds its
-    gradient to that of the product in one pass.
-
-    By torch bit for bit `F.linear(x.to(weight.dtype), weight)`, of which autograd would keep the
-    wide copy. The kernels read `x` as it is, and write no wide copy either.
+    Backward adds the gradient of the second result to that of the product in one pass. By torch
+    the product is bit for bit `F.linear(x.to(weight.dtype), weight)`, of which autograd would keep
+    the wide copy. The kernels read `x` as it is, and write no wide copy either.
 
     Args:
         x_TD: input.
@@ -132,14 +129,13 @@ class _WideLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         (grad_TE, beside_TD), (x_TD, weight_ED) = grads, ctx.saved_tensors
+        need_x, need_weight = needs_input_grad_now(ctx)[:2]
         if grad_TE is None:  # nothing learns from the product
             return beside_TD, None, None
-        need_x, need_weight = needs_input_grad_now(ctx)[:2]
         if ctx.kernels:
             from megacpp.kernels import triton_wide_linear as fused
 
-            given = grad_TE, weight_ED, x_TD.dtype, beside_TD
-            dx_TD = fused.input_gradient(*given) if need_x else None
+            dx_TD = fused.input_gradient(grad_TE, weight_ED, x_TD, beside_TD) if need_x else None
             return dx_TD, (fused.weight_gradient(grad_TE, x_TD) if need_weight else None), None
         with torch.autocast(x_TD.device.type, enabled=False):
             dx_TD = grad_TE.mm(weight_ED).to(x_TD.dtype) if need_x else None

@@ -36,17 +36,17 @@ def forward(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def input_gradient(
-    dy_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype, plus_TD: Tensor | None = None
+    dy_TE: Tensor, weight_ED: Tensor, x_TD: Tensor, plus_TD: Tensor | None = None
 ) -> Tensor:
-    """Return dy w `[T, D]`, and what is to be added to it.
+    """Return dy w `[T, D]` in the dtype of x, with something added to it.
 
     Args:
         dy_TE: fp32 gradient of the product.
         weight_ED: fp32 weight.
-        dtype: of the result.
+        x_TD: 16-bit input.
         plus_TD: added before the sum is rounded; None: 0.
     """
-    dx_TD = torch.empty(len(dy_TE), weight_ED.shape[1], dtype=dtype, device=dy_TE.device)
+    dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     shape = _shape(weight_ED)
     grid = -(-len(dy_TE) // shape["ROWS"]), -(-weight_ED.shape[1] // shape["WIDTH"])
     given = dx_TD, weight_ED.contiguous(), dy_TE.contiguous()

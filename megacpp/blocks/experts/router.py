@@ -102,12 +102,7 @@ class Router(AuxiliarySource):
         """Return weights and experts `[T, K]` of all tokens, and the tokens `[T, D]` themselves.
 
         Whatever reads the tokens next may read the last result, whose gradient is added inside the
-        backward of the logits. Training also counts choices and records losses.
-
-        Args:
-            x_BTD: tokens.
-            docs: documents; None: every row is one.
-            decoding: neither count nor record.
+        backward of the logits. Training also counts choices and records losses; decoding doesn't.
         """
         logits_TE, x_TD = wide_linear(x_BTD.flatten(0, -2), self.weight, self.kernels.experts)
         learns = self.training and not decoding
