@@ -8,8 +8,8 @@
 
 One launch each. No probability is written: forward and backward compute them from the logits, in
 fp32. Of equal scores the expert of the lower number is chosen; torch doesn't say which it takes. A
-score that is no number counts as the largest, as torch's do. Atomic additions are of ones, in
-numbers that hold every sum exactly; all other sums have one order.
+score that is no number counts as the largest, as torch's do. Atomic additions are of whole numbers,
+whose sums are exact; all other sums have one order.
 
 Legend: T tokens, E experts, K experts of a token, X rows of loads (one of each document or token),
 P programs.

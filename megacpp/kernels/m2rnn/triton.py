@@ -163,7 +163,7 @@ def forward(
     y_BTNV, final_SNKV, *kept = results
     if initial_SNKV is None:
         shape = len(v_BTNV), num_heads, k_BTNK.shape[-1], v_BTNV.shape[-1]
-        h_BNKV = v_BTNV.new_empty(shape, dtype=torch.float32)
+        h_BNKV = v_BTNV.new_empty(shape, dtype=torch.float32)  # the kernel takes it for zeros
     else:
         h_BNKV = initial_SNKV.clone() if rows is None else initial_SNKV[rows[:, 0]]
     fronts, states = (None, kept) if keep_states else (kept[0], ())
@@ -271,8 +271,7 @@ def backward(
         dinitial_SNKV = dh_BNKV
     else:
         dinitial_SNKV.index_copy_(0, rows[:, 0], dh_BNKV)
-    if len(w_NVV) != N or not T:
-        dw_PBNVV = dw_PBNVV if T else dw_PBNVV.zero_()
+    if len(w_NVV) != N:  # heads share one
         dw_NVV = dw_PBNVV.unflatten(2, (len(w_NVV), -1)).sum((0, 1, 3)).to(w_NVV.dtype)
     return [*grads, dw_NVV, dinitial_SNKV]
 
@@ -284,7 +283,10 @@ def _sum_parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _behind_the_rows(dfinal_SNKV: Tensor | None, rows: Tensor | None, empty_BNKV: Tensor) -> Tensor:
-    """Return the gradient that comes to each row's last state from outside; None: any memory."""
+    """Return the gradient that comes to each row's last state from outside.
+
+    Where there is none it is memory that the first launch takes for zeros.
+    """
     if dfinal_SNKV is None:
         return empty_BNKV
     return dfinal_SNKV.clone() if rows is None else dfinal_SNKV[rows[:, -1]]
