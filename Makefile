@@ -51,7 +51,7 @@ train: setup  ## prepare the default corpus once, then train the tiny hybrid on 
 	@$(BIN)/megacpp data prepare
 	$(RUN) $(KEEP) $(BIN)/torchrun --standalone --nproc-per-node=2 train.py tiny
 
-test: $(VENV)/.test  ## the whole CPU test suite (TORCH=2.15.0: that torch; CPU=default: a CPU without vector units; PART=0/3: a third of the cases of grids)
+test: $(VENV)/.test  ## the whole CPU test suite (TORCH=2.15.0: that torch; CPU=default: a CPU without vector units; PART=0/6: a sixth of the long tests)
 	$(RUN) $(HIDE) $(AS_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile $(if $(PART),--part $(PART))
 
 check: $(VENV)/.test  ## the fast part of the suite, of each package: about 100 seconds on two idle cores
