@@ -108,7 +108,9 @@ class LaunchCounter(TorchDispatchMode):
         out = func(*args, **kwargs)
         kind = kind_of(func)
         if not kind.view and kind.name not in NO_KERNEL:
-            read = args, {name: given for name, given in kwargs.items() if name != "out"}
+            # A product whose `beta` is 0 overwrites its sum and doesn't read it.
+            start = 1 if kwargs.get("beta") == 0 else 0
+            read = args[start:], {name: given for name, given in kwargs.items() if name != "out"}
             self.now.launches += 1
             self.now.bytes += sum(t.nbytes for t in tensors_in((read, (out,))))
         return out
