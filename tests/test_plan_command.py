@@ -73,6 +73,15 @@ def test_the_command_launches_the_candidate(capsys: pytest.CaptureFixture[str]) 
         assert config.train.tokens_per_step == 131072
 
 
+def test_values_are_written_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--data.path data/MyCorpus --run.sample-prompt The --mesh.tp 1 --recompute.norms false"
+    command = told(capsys, f"{ASKED} --top 1 {given}")["candidates"][0]["command"]
+    words = shlex.split(command)
+    assert words[words.index("--data.path") + 1] == "data/MyCorpus"
+    assert words[words.index("--run.sample-prompt") + 1] == "The"
+    assert words[words.index("--recompute.norms") + 1] == "false"
+
+
 def test_many_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     words = "plan tiny --world 16 --memory 2GiB --tokens-per-step 16384 --top 1"
     command = told(capsys, words)["candidates"][0]["command"]
@@ -167,6 +176,10 @@ def test_memory_that_is_none(text: str) -> None:
             "--world 4 --memory 1GiB --tokens-per-step 5000",
             "tokens_per_step=5000: must be a multiple of data.seq_len (256). Fix: use 5120, rows "
             "for all 4 ranks.",
+        ),
+        (
+            "--world 4 --memory 1GiB --tokens-per-step 131072 --mesh.tp 3",
+            "mesh.tp=3: it must divide the world (4 ranks). Fix: use --mesh.tp 2.",
         ),
         ("--world 4 --memory 1GiB --top 0", "top=0: must be at least 1."),
         ("--world 4 --memory 1GiB --model.dim 0", "model.dim=0: must be at least 1"),

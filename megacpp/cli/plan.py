@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from megacpp.cli.dry_run import readable
 from megacpp.cli.plan_order import Asked, at_other_speeds, by_speed, mesh_words, reasons
 from megacpp.cli.plan_sweep import sweep
-from megacpp.cli.speed import in_words
+from megacpp.cli.speed import check_fp8, in_words
 from megacpp.config.arguments import flatten, read_run
-from megacpp.config.checks.every import check
+from megacpp.config.checks.every import broken, check
 from megacpp.config.checks.fp8 import fp8_line
 from megacpp.config.environment import MOST_RANKS
 from megacpp.config.schema import Config, MeshConfig
 from megacpp.config.settings import setting
 from megacpp.errors import ConfigError, config_error
-from megacpp.launch.command import node_lines, quoted, torchrun_words
+from megacpp.launch.command import command_lines, node_lines, quoted, torchrun_words
 from megacpp.memory.budget import as_planned
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.forms.detail import detail_of
@@ -99,6 +99,8 @@ def command(args: PlanArgs, words: list[str]) -> int:
     if machine is None and (args.price or args.tokens or args.sweep):
         rule = "price, tokens and sweep need the predicted speed of a GPU"
         raise config_error("gpu", args.gpu, rule, "add --gpu H100")
+    if machine is not None:
+        check_fp8(asked.config, machine)
     if machine and args.sweep:
         return sweep(asked, machine, args.sweep, cost, args.json)
     times: list[StepTime] = []
@@ -184,7 +186,8 @@ def launch_words(asked: Asked, candidate: Candidate) -> list[str]:
     flags = []
     for key, value in settings.items():
         if before.get(key) != value:
-            flags += [f"--{key.replace('_', '-')}", str(value).lower()]
+            switch = value is None or isinstance(value, bool)
+            flags += [f"--{key.replace('_', '-')}", str(value).lower() if switch else str(value)]
     where = torchrun_words(asked.world, asked.per_node, asked.config.preset)
     return ["torchrun", *where, "train.py", asked.config.preset, *flags]
 
@@ -273,7 +276,7 @@ def _show(
     console.print("\nbest:", markup=False)
     for line in node_lines(asked.world, asked.per_node):
         console.print(f"  {line}", markup=False)
-    for line in _wrapped(launch_words(asked, shown[0])):
+    for line in command_lines(launch_words(asked, shown[0])):
         console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
@@ -281,6 +284,7 @@ def _heading(asked: Asked, found: Plan) -> list[str]:
     """Return lines with the input, and the numbers of rejected configurations by reason."""
     seq, number = asked.config.data.seq_len, f"{len(found.candidates):,}"
     fit = f"the {number} fastest that fit are shown" if found.out["slower"] else f"{number} fit"
+    fit += "; out are" if any(found.out.values()) else ""
     lines = [
         *wrapped(
             f"{asked.config.preset} on {asked.world} device(s) of {readable(asked.memory)}, of "
@@ -289,7 +293,7 @@ def _heading(asked: Asked, found: Plan) -> list[str]:
         *(line for text in fp8_line(asked.config) for line in wrapped(text)),
         *wrapped(
             f"{asked.tokens:,} tokens a step in rows of {seq:,}: {found.considered:,} "
-            f"configurations, {fit}; out are"
+            f"configurations, {fit}"
         ),
     ]
     width = max(len(f"{n:,}") for n in found.out.values())
@@ -301,6 +305,9 @@ def _heading(asked: Asked, found: Plan) -> list[str]:
 def _refused(asked: Asked, found: Plan) -> ConfigError:
     """Return the error if nothing is legal, or nothing fits, with the memory that would suffice."""
     if found.nearest is None:
+        for error in broken(asked.config, asked.world):  # a given setting may be why
+            if str(error).startswith(tuple(asked.given)):
+                return error
         rule = f"no configuration of {asked.tokens} tokens a step is legal"
         fix = "write another --world or --tokens-per-step"
         return config_error("world", asked.world, rule, fix)
@@ -312,9 +319,9 @@ def _refused(asked: Asked, found: Plan) -> ConfigError:
 
 def _nothing_fits(asked: Asked, found: Plan) -> list[str]:
     if found.nearest is None:
-        return ["no configuration is legal: see the reasons above"]
+        return ["no configuration is legal"]
     lacks = found.nearest.estimate.point - asked.budget
-    words = _wrapped(launch_words(asked, found.nearest))
+    words = command_lines(launch_words(asked, found.nearest))
     return [
         *wrapped(f"nothing fits; nearest, {readable(lacks)} too large:"),
         *(f"  {w}" for w in words),
@@ -333,7 +340,7 @@ def _table(
         for number, (one, moved) in enumerate(zip(shown, sent, strict=True), 1)
     ]
     if times:
-        heading += ["ms", "tokens/s"]
+        heading += ["ms", "tok/s/GPU"]
         for row, time in zip(rows, times, strict=True):
             row += [f"{1e3 * time.step_s:,.0f}", f"{time.tokens_per_s:,.0f}"]
     others = sum(max(map(len, column)) + 1 for column in zip(heading, *rows, strict=True))
@@ -403,16 +410,3 @@ def _legend(shown: Sequence[Candidate]) -> Text:
         text.append("  ").append(letter, colour).append(f" {words}")
         width += len(words) + 4
     return text
-
-
-def _wrapped(words: Sequence[str]) -> list[str]:
-    """Split a command into lines that a shell joins."""
-    lines, line = [], ""
-    for i, word in enumerate(words):
-        flag = word.startswith("--") and i + 1 < len(words) and not words[i + 1].startswith("--")
-        needed = len(line) + 1 + len(word) + (1 + len(words[i + 1]) if flag else 0)
-        if line and needed > columns() - 6:
-            lines.append(f"{line} \\")
-            line = "  "
-        line += f"{' ' if line.strip() else ''}{quoted([word])}"
-    return [*lines, line]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megacpp.cli.plan_order import Asked, by_speed, mesh_words
 from megacpp.config.environment import MOST_RANKS
+from megacpp.config.schema import MeshConfig
 from megacpp.errors import config_error
 from megacpp.memory.planner import Candidate
-from megacpp.speed.cost import Cost
+from megacpp.speed.cost import Cost, amount
 from megacpp.speed.hardware import GpuSpec
 from megacpp.speed.step import NOT_MODELLED, StepTime
+from megacpp.terminal.progress import counted
 from megacpp.terminal.screen import table, wrapped
 
 BAR = 24  # letters of the longest bar
@@ -48,7 +51,7 @@ def sweep(asked: Asked, machine: GpuSpec, text: str, cost: Cost, as_json: bool) 
     """
     found: list[tuple[int, Candidate | None, StepTime | None]] = []
     for world in worlds(text):
-        plan, times = by_speed(replace(asked, world=world), machine, 1)
+        plan, times = by_speed(replace(asked, world=world), machine, 1, _watched(world))
         best = (plan.candidates[0], times[0]) if times else (None, None)
         found.append((world, best[0], best[1]))
     if as_json:
@@ -56,6 +59,11 @@ def sweep(asked: Asked, machine: GpuSpec, text: str, cost: Cost, as_json: bool) 
         return 0
     print("\n".join(_lines(asked, machine, found, cost)))
     return 0
+
+
+def _watched(world: int) -> Callable[[Sequence[MeshConfig]], Iterable[MeshConfig]]:
+    """Return a function that shows progress over meshes of a cluster."""
+    return lambda meshes: counted(meshes, f"plan of {world:,} GPUs", len(meshes))
 
 
 def _row(world: int, one: Candidate | None, time: StepTime | None, cost: Cost) -> dict[str, Any]:
@@ -91,7 +99,7 @@ def _lines(
         row += [f"{time.mfu:.0%}", mesh_words(one.config.mesh)]
         row += [str(train.device_batch_size), str(train.grad_accum)]
         row += [f"{here.hours(time):,.1f}"] * bool(cost.tokens)
-        row += [f"{here.money(time):,.0f}"] * bool(cost.price)
+        row += [amount(here.money(time))] * bool(cost.price)
         rows.append(row)
     what = "" if cost.tokens or not cost.price else "; cost is that of 1,000,000,000 tokens"
     return [

@@ -53,6 +53,7 @@ def speed(args: SpeedArgs, words: list[str]) -> int:
     """
     machine = gpu(args.gpu)
     config = as_planned(parse_run([*words, "--train.device", "cuda"], args.world).config)
+    check_fp8(config, machine)
     found = predicted(config, args.world, machine, args.per_node)
     cost = Cost(0, args.price, args.world)
     measured = compare(found, Path(args.against)) if args.against else None
@@ -102,6 +103,18 @@ def beside(measured: MeasuredRun) -> list[str]:
     if not measured.parts:
         found += wrapped("  no profile: start the run with --run.profile 10:12 to see its parts")
     return found
+
+
+def check_fp8(config: Config, machine: GpuSpec) -> None:
+    """Check that a GPU has the FP8 products of a configuration.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    fp8 = config.precision.fp8
+    if fp8 != "off" and not machine.on_host and not machine.fp8_tflops:
+        rule = f"{machine.name} has no FP8 products"
+        raise config_error("precision.fp8", fp8, rule, "use precision.fp8=off, or --gpu H100")
 
 
 def predicted(config: Config, size: int, machine: GpuSpec, per_node: int = 8) -> StepTime:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from megacpp.terminal.screen import columns
+
 ENDPOINT = "$HOST:29500"  # torchrun's usual port, on the node that HOST names
 
 
@@ -42,3 +44,16 @@ def node_lines(world: int, per_node: int) -> list[str]:
 def quoted(words: Sequence[str]) -> str:
     """Quote a command for a shell, which expands $HOST."""
     return " ".join(word if ENDPOINT in word else shlex.quote(word) for word in words)
+
+
+def command_lines(words: Sequence[str]) -> list[str]:
+    """Return a command as lines, as wide as the screen, that a shell joins."""
+    lines, line = [], ""
+    for i, word in enumerate(words):
+        flag = word.startswith("--") and i + 1 < len(words) and not words[i + 1].startswith("--")
+        needed = len(line) + 1 + len(word) + (1 + len(words[i + 1]) if flag else 0)
+        if line and needed > columns() - 6:
+            lines.append(f"{line} \\")
+            line = "  "
+        line += f"{' ' if line.strip() else ''}{quoted([word])}"
+    return [*lines, line]

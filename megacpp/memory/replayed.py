@@ -44,10 +44,10 @@ def replayed_flops_per_token(config: Config) -> float:
                 total += 2.0 * (model.mhc.streams + 1) * model.dim * memory_width(model)
             if "core_attn" in pieces and kind.startswith("A."):  # its blocks pad no values
                 total -= _padded_values(config)
-    return total + _ahead(config)
+    return total + ahead_again(config)
 
 
-def _ahead(config: Config) -> float:
+def ahead_again(config: Config) -> float:
     """Return recomputed FLOPs of all depths but the last, without those of the head."""
     model = config.model
     if not (config.recompute.mtp and model.mtp.depths > 1):

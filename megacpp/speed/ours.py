@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 from megacpp.blocks.experts.rows import expert_rows
 from megacpp.blocks.kinds import KINDS
+from megacpp.config.checks.fp8 import fp8_blocks
 from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.memory.budget import as_planned
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import Place, held, kinds_of
 from megacpp.memory.forms.traced import TracedPart, request_of
 from megacpp.memory.forms.weights import LEFT_ALONE, Weight, weights
+from megacpp.memory.replayed import ahead_again
 from megacpp.memory.traffic import gathers_again
 from megacpp.model.flops import ahead_flops, block_flops, train_flops_per_token
 from megacpp.model.pattern import layer_model
@@ -125,22 +127,23 @@ def step_work(
     found = _mesh_work(replace(config, train=plain, recompute=kept), size, per_node)
     make = _maker(*_alone(config, size), generation, least).block
     pieces = layer_regions(config.recompute, config.model)
+    eight = frozenset(fp8_blocks(config))
     blocks: list[BlockWork] = []
     stages: list[list[int]] = []
     for kinds, layer in zip(found.parts, found.layers, strict=True):
         stages.append([])
         for kind in kinds:
-            again = frozenset()
+            again, fp8 = frozenset(), False
             if kind[0] in KINDS:
-                again, layer = pieces[layer], layer + 1
+                again, fp8, layer = pieces[layer], layer in eight, layer + 1
             stages[-1].append(len(blocks))
-            blocks.append(make(kind, again))
+            blocks.append(make(kind, again, fp8))
     tokens = own.rows * own.row * train.grad_accum * mesh.dp_replicate * mesh.dp_shard / size
     return StepWork(
         blocks,
         found.axes,
         microbatches_through(mesh.pp_schedule, train.grad_accum),
-        "fsdp" if size > mesh.pp * mesh.tp else "none",
+        "fsdp" if size > mesh.pp * mesh.tp or _shares_experts(found) else "none",
         gather_bytes=own.compute,
         reduce_bytes=own.wide,
         reshard=found.reshard,
@@ -156,6 +159,12 @@ def step_work(
         tokens=tokens,
         flops=tokens * found.flops,
     )
+
+
+def _shares_experts(work: MeshWork) -> bool:
+    """Return whether FSDP2 shards the model's experts: over ranks of tp, too."""
+    routed = any(kind[0] == "E" for kinds in work.parts for kind in kinds)
+    return routed and work.axes["expert_data"].size > 1
 
 
 def _stage_gathers(config: Config) -> int:
@@ -205,18 +214,18 @@ class _Maker:
     ) -> None:
         self.config, self.generation, self.least = config, generation, least
         self.own, self.place = LocalShapes.on_rank(config, size, 0), Place.on_rank(config, size, 0)
-        self.dtype = "fp8" if config.precision.fp8 != "off" else "bf16"
         self.sent = block_transfers(config, self.own, size)
-        self.made: dict[tuple[str, frozenset[Region]], BlockWork] = {}
+        self.made: dict[tuple[str, frozenset[Region], bool], BlockWork] = {}
 
-    def block(self, kind: str, pieces: frozenset[Region]) -> BlockWork:
-        """Return a block, an end of the model, or another part."""
-        if (kind, pieces) not in self.made:
-            make = self._mixer if kind[0] in KINDS else self._end
-            self.made[kind, pieces] = make(kind, pieces)
-        return self.made[kind, pieces]
+    def block(self, kind: str, pieces: frozenset[Region], fp8: bool) -> BlockWork:
+        """Return a block, whose products may be in FP8, an end of the model, or another part."""
+        if (kind, pieces, fp8) not in self.made:
+            mixer = kind[0] in KINDS
+            made = self._mixer(kind, pieces, fp8) if mixer else self._end(kind, pieces)
+            self.made[kind, pieces, fp8] = made
+        return self.made[kind, pieces, fp8]
 
-    def _products(self, w: Weight) -> tuple[list[Operator], list[Operator]]:
+    def _products(self, w: Weight, fp8: bool) -> tuple[list[Operator], list[Operator]]:
         """Return the products of a matrix, forward and backward."""
         shape, count, tokens = list(w.shape), 1, self.own.tokens
         if w.experts:
@@ -225,13 +234,13 @@ class _Maker:
         elif w.tp is not None:
             shape[w.tp] //= self.own.tp
         n, k = shape
-        dtype = self.dtype if min(n, k) >= 128 else "bf16"
+        dtype = "fp8" if fp8 and min(n, k) >= 128 else "bf16"
         return [Product(tokens, n, k, count, "TN", dtype)], [
             Product(tokens, k, n, count, "NN", dtype),
             Product(n, k, tokens, count, "NT", dtype),
         ]
 
-    def _mixer(self, kind: str, pieces: frozenset[Region]) -> BlockWork:
+    def _mixer(self, kind: str, pieces: frozenset[Region], fp8: bool) -> BlockWork:
         own, model = self.own, self.config.model
         forward: list[Operator] = []
         backward: list[Operator] = []
@@ -243,7 +252,7 @@ class _Maker:
                 dense += whole * (not w.experts)
             matrix = len(w.shape) == 2 + w.experts and "tables" not in w.name
             if matrix and not w.folded:
-                ahead, back = self._products(w)
+                ahead, back = self._products(w, fp8)
                 forward += ahead
                 backward += back
                 share = model.moe.top_k / w.shape[0] if w.experts else 1.0
@@ -252,7 +261,7 @@ class _Maker:
         mixed = max(0.0, block_flops(kind, model, own.row) - explained)
         ahead, back = self._between_tokens(kind, mixed)
         forward, backward = [*forward, *ahead], [*backward, *back]
-        moved, issued, replayed = self._moved(kind, pieces)
+        moved, issued, replayed = self._moved(kind, pieces, fp8)
         again: list[Operator] = []
         if replayed is not None:
             again = [self._equal(replayed)] if replayed else []
@@ -277,14 +286,15 @@ class _Maker:
         )
 
     def _moved(
-        self, kind: str, pieces: frozenset[Region]
+        self, kind: str, pieces: frozenset[Region], fp8: bool
     ) -> tuple[tuple[Passes, Passes], tuple[int, int], float | None]:
         """Return memory-bound work of a block, operators that the host issues, and `replayed`.
 
         The last are FLOPs of a token through the whole block; None: the policy decides.
         """
         usual = regions_of(self.config.recompute, self.config.model, kind[0])
-        part = TracedPart((kind.removesuffix(LEFT_ALONE),), last=pieces != usual)
+        wide = not fp8 and self.config.precision.fp8 != "off"
+        part = TracedPart((kind.removesuffix(LEFT_ALONE),), last=pieces != usual, wide=wide)
         if not self.least:
             moved, issued, again = moved_by(request_of(self.own, part))
             return moved, issued, again and again * self.own.tp / self.own.tokens
@@ -345,7 +355,9 @@ class _Maker:
             return BlockWork(kind, (one, logits), (*back, logits), dense=dense)
         if kind == "mtp":
             one = self._equal(ahead_flops(model, own.row))
-            return BlockWork(kind, (one, stream), (one, one, stream), dense=dense)
+            replayed = ahead_again(self.config)
+            again = [self._equal(replayed)] if replayed else []
+            return BlockWork(kind, (one, stream), (one, one, *again, stream), dense=dense)
         return BlockWork(kind, (stream,), (stream,), dense=dense)
 
 

@@ -35,7 +35,8 @@ SLOWED = 0.5
 MEASURED = (0.96, 1.11)
 NOT_MODELLED = (
     "clocks that fall during a step, ranks of unequal speed, experts of unequal load, rows of "
-    "documents, host synchronisation in routers, data loading, checkpoints, evaluation"
+    "documents, host synchronisation in routers, what is kept on the host or in 4 bits, data "
+    "loading, checkpoints, evaluation"
 )
 
 
@@ -235,7 +236,7 @@ def predict(step: StepWork, gpu: GpuSpec, rates: Rates) -> StepTime:
     parts["optimizer"] = optimizer_seconds(step, gpu, rates)
     total = sum(parts.values())
     mfu = step.flops / total / (gpu.bf16_tflops * 1e12) if total else 0.0
-    parts = {name: time for name, time in parts.items() if time}
+    parts = {name: time for name, time in parts.items() if time > 1e-12 * total}
     speed = step.tokens / total if total else 0.0
     return StepTime(total, parts, dict(blocks), speed, mfu, dict(launches))
 

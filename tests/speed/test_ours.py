@@ -319,7 +319,7 @@ def test_a_plan_is_ordered_by_predicted_speed(capsys: pytest.CaptureFixture[str]
     words += ["--price", "2", "--tokens", "1000000000"]
     assert main([*words, "--explain", "--top", "3"]) == 0
     text = capsys.readouterr().out
-    assert "tokens/s" in text and "#1 before #2:" in text and "ms shorter" in text
+    assert "tok/s/GPU" in text and "#1 before #2:" in text and "ms shorter" in text
     assert "keeps that order" in " ".join(text.split()) or "the order changes with" in text
     hours = 1e9 / found[0]["predicted"]["tokens_per_s_per_gpu"] / 8 / 3600
     assert f"1,000,000,000 tokens take {hours:.1f} hours" in text
