@@ -47,7 +47,10 @@ class ReplayArgs:
 
     run: str = setting(words="Folder of the run.", positional=True)
     from_: int = setting(
-        -1, "Steps of the checkpoint to start from (-1: the newest one).", "steps", at_least=-1
+        -1,
+        "Steps of the checkpoint to start from (-1: the newest with a step after it).",
+        "steps",
+        at_least=-1,
     )
     steps: int = setting(0, "Steps to make (0: as many as are recorded).", "steps", at_least=0)
     nproc: int = setting(0, "Ranks (0: as many as the run had).", "ranks", at_most=MOST_RANKS)
@@ -65,16 +68,12 @@ def replay(args: ReplayArgs, words: list[str]) -> int:
     from megacpp.state.digests import recorded  # imports torch
 
     folder = Path(args.run)
-    config, launch = _read(folder / "config.json"), read_launch(folder / "launch.json")
-    if not launch:
-        raise CheckpointError(f"{folder}: no launch.json. Fix: give the folder of a run.")
-    checkpoint = _checkpoint(folder, args.from_)
-    first, known = step_of(checkpoint), rows_by_step(folder / "metrics.jsonl")
-    most = max((step for step in known), default=-1) + 1 - first
+    starts, known = _starts(folder), rows_by_step(folder / "metrics.jsonl")
+    made_steps = max((step for step in known), default=-1) + 1
+    checkpoint = _checkpoint(folder, args.from_, made_steps)
+    first = step_of(checkpoint)
+    launch, most = _start_of(starts, first, made_steps)
     count = min(args.steps or most, most)
-    if count < 1:
-        fix = f"use an earlier checkpoint: {', '.join(_steps(folder)) or 'none is there'}"
-        raise config_error("from", first, "no step after it is recorded", fix)
     ranks = args.nproc or int(launch["world_size"])
     with tempfile.TemporaryDirectory(prefix="megacpp-replay-") as name:
         again = Path(name) / "run"
@@ -82,7 +81,7 @@ def replay(args: ReplayArgs, words: list[str]) -> int:
         if (folder / "rewinds.jsonl").exists():  # rows that were skipped are skipped again
             shutil.copy(folder / "rewinds.jsonl", again)
         own = {"run.dir": again, "run.until": first + count, "checkpoint.resume": checkpoint}
-        flags = _flags(config["config"], {**KEPT_APART, **own})
+        flags = _flags(launch["config"], {**KEPT_APART, **own})
         same = parse_run([*flags, *words], ranks).config
         _run([*flags, *words], ranks)
         made, digests = rows_by_step(again / "metrics.jsonl"), recorded(again)
@@ -109,29 +108,56 @@ def replay(args: ReplayArgs, words: list[str]) -> int:
             f"{count - len(wrong)} of {count} steps from {folder}/checkpoints/{checkpoint.name} "
             f"are equal {how}: loss, gradient norm, {seen} digests"
         )
+        if first + most < made_steps and not args.steps:
+            print(
+                f"from step {first + most + 1} on the run was started anew: --from {first + most}"
+            )
     return int(bool(wrong))
 
 
-def _checkpoint(folder: Path, step: int) -> Path:
-    found = published(folder / "checkpoints")
+def _starts(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of all starts of a run, in the order of time."""
+    found = [read_launch(path) for path in folder.glob("launch*.json")]
+    if not any(found):
+        raise CheckpointError(f"{folder}: no launch.json. Fix: give the folder of a run.")
+    return sorted((one for one in found if one), key=lambda one: one.get("started", ""))
+
+
+def _start_of(starts: list[dict[str, Any]], step: int, end: int) -> tuple[dict[str, Any], int]:
+    """Return the start that made the step after `step`, and the number of steps that it made.
+
+    Args:
+        starts: in the order of time; a later one made all steps from its first one on.
+        step: steps made before.
+        end: steps that are recorded.
+    """
+    makers = [n for n, one in enumerate(starts) if one.get("first_step", 0) <= step]
+    last = max(makers, default=0)
+    later = [one.get("first_step", 0) for one in starts[last + 1 :]]
+    return starts[last], min([end, *later]) - step
+
+
+def _checkpoint(folder: Path, step: int, made: int) -> Path:
+    """Return the checkpoint after `step` steps; -1: the newest with a step of `made` behind it."""
+    there = sorted(map(step_of, published(folder / "checkpoints")))
+    found = [path for path in published(folder / "checkpoints") if step_of(path) < made]
     if step >= 0:
         found = [path for path in found if step_of(path) == step]
     if not found:
-        there = ", ".join(_steps(folder))
-        fix = f"use one of {there}" if there else "replay a run that saves (--checkpoint.every)"
-        raise config_error("from", step, f"{folder} has no such checkpoint", fix)
+        useful = ", ".join(str(n) for n in there if n < made)
+        fix = f"use one of {useful}" if useful else "replay a run that saves (--checkpoint.every)"
+        rule = (
+            "no step after it is recorded" if step in there else f"{folder} has no such checkpoint"
+        )
+        raise config_error("from", step, rule, fix)
     return max(found, key=step_of).resolve()
-
-
-def _steps(folder: Path) -> list[str]:
-    return [str(step_of(path)) for path in sorted(published(folder / "checkpoints"), key=step_of)]
 
 
 def _flags(config: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Return the command line of a saved configuration with the replay's settings."""
     base = flatten(preset(config["preset"]))
     saved = {k: tuple(v) if isinstance(v, list) else v for k, v in flat(config).items()}
-    given = {k: v for k, v in saved.items() if k in base and base[k] != v} | dict(own)
+    given = {k: v for k, v in saved.items() if k not in base or base[k] != v} | dict(own)
     return [
         config["preset"],
         *(f"--{key.replace('_', '-')}={flag_text(value)}" for key, value in given.items()),

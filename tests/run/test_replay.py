@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,17 @@ def test_the_same_mesh_is_the_same_bits_and_a_changed_record_is_seen(
 
 
 @pytest.mark.usefixtures("forks")
+def test_settings_are_those_of_the_start(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Among them a setting that the preset doesn't have."""
+    saved = json.loads((run / "launch.json").read_text())
+    assert "yarn" in json.dumps(saved["config"])
+    flags = command._flags({**saved["config"], "run": {**saved["config"]["run"], "steps": 5}}, {})
+    assert "--run.steps=5" in flags
+    assert main(["replay", str(run)]) == 0
+    assert f"2 of 2 steps from {run}/checkpoints/step-000006" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("forks")
 def test_another_mesh_is_equal_to_the_tolerance(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,9 +93,9 @@ def test_another_mesh_is_equal_to_the_tolerance(
         assert main(["replay", str(run), "--from", "3", "--steps", "1", *other]) == code
     capsys.readouterr()
     assert main(["replay", str(run), "--from", "4"]) == 2
-    assert "has no such checkpoint. Fix: use one of 3, 6, 8" in capsys.readouterr().err
-    assert main(["replay", str(run)]) == 2
-    assert "no step after it is recorded" in capsys.readouterr().err
+    assert "has no such checkpoint. Fix: use one of 3, 6." in capsys.readouterr().err
+    assert main(["replay", str(run), "--from", "8"]) == 2
+    assert "no step after it is recorded. Fix: use one of 3, 6." in capsys.readouterr().err
     assert main(["replay", str(run / "none"), "--from", "3"]) == 4
     launch = json.loads((run / "launch.json").read_text())
     (run / "launch.json").write_text(json.dumps(launch | {"schema": 99}))
@@ -93,3 +105,22 @@ def test_another_mesh_is_equal_to_the_tolerance(
     (run / "launch.json").unlink()
     assert main(["replay", str(run), "--from", "3"]) == 4
     assert "no launch.json. Fix: give the folder of a run." in capsys.readouterr().err
+
+
+STARTS: list[dict[str, Any]] = [
+    {"started": "2026-01-01T10", "world_size": 2},
+    {"started": "2026-01-01T12", "world_size": 1, "first_step": 4},
+    {"started": "2026-01-01T11", "world_size": 4, "first_step": 6},
+]
+
+
+def test_steps_are_those_of_the_last_start_that_made_them(tmp_path: Path) -> None:
+    """A start from step 6 that a later one, from step 4, has made in vain."""
+    for n, content in enumerate(STARTS):
+        name = f"launch-{content['first_step']:06d}.json" if n else "launch.json"
+        (tmp_path / name).write_text(json.dumps(content))
+    starts = command._starts(tmp_path)
+    assert [one["world_size"] for one in starts] == [2, 4, 1]
+    made = {step: command._start_of(starts, step, 9) for step in (0, 3, 4, 6, 8)}
+    ranks = {step: (one["world_size"], count) for step, (one, count) in made.items()}
+    assert ranks == {0: (2, 4), 3: (2, 1), 4: (1, 5), 6: (1, 3), 8: (1, 1)}
