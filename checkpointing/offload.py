@@ -176,10 +176,10 @@ class Offloader:
 class Parked:
     """Handle of a tensor that is stored on the host."""
 
-    __slots__ = ("__weakref__", "_dtype", "_entry", "_offset", "_size", "_stride")
+    __slots__ = ("__weakref__", "_device", "_dtype", "_entry", "_offset", "_size", "_stride")
 
     def __init__(self, entry: _StoredTensor, t: Tensor) -> None:
-        self._entry, self._dtype = entry, t.dtype
+        self._entry, self._dtype, self._device = entry, t.dtype, t.device
         self._size, self._stride, self._offset = t.size(), t.stride(), t.storage_offset()
         entry.handles.add(self)
 
@@ -190,7 +190,7 @@ class Parked:
             RuntimeError: the tensor was changed in place while it was being copied.
         """
         storage = self._entry.take(self)
-        whole = torch.empty(0, dtype=self._dtype, device=storage.device)
+        whole = torch.empty(0, dtype=self._dtype, device=self._device)
         return whole.set_(storage, self._offset, self._size, self._stride)
 
 

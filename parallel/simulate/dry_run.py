@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megacpp.config.schema import Config
 from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.stages import as_scheduled
 from parallel.local_shapes import ShardBytes, own_shape, shard_bytes
 from parallel.mesh import World
 from parallel.plans import row_of
@@ -134,8 +135,8 @@ def dry_run(
         dependencies: functions of other packages.
         full: run every microbatch, instead of two steps of few.
     """
-    config = as_trained(config)
-    total = config.train.grad_accum
+    config = as_scheduled(as_trained(config))
+    total, compressed = config.train.grad_accum, bool(config.recompute.compress)
     few = (total,) if full else few_microbatches(config)
     with fake_world(config, size, rank) as world:
         model = planned_model(config, world, dependencies.prepare(config))
@@ -156,7 +157,7 @@ def dry_run(
         parameters,
         step.gradients,
         state,
-        counted if config.mesh.pp == 1 else count_all(config, size),
+        counted if config.mesh.pp == 1 and not compressed else count_all(config, size),
         sum(p.numel() * p.itemsize for p in whole_model(config).parameters()),
         _sums(_extrapolate([Counter(map(_identity, log.calls)) for log in logs], few, total)),
         few,

@@ -260,3 +260,20 @@ def test_a_dry_run_has_no_host_to_offload_to(capsys: pytest.CaptureFixture[str])
     code, out, err = command(capsys, *words)
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert err.startswith("error: optim.adamw_state=cpu_offload: ") and "Fix: " in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    (
+        "--recompute.offload saved_tensors --recompute.offload-min-mib 0",
+        "--recompute.offload block_inputs --recompute.offload-min-mib 0",
+        "--world 2 --recompute.compress 0.25",
+        "--world 2 --mesh.pp 2 --train.num-chunks 2 --train.grad-accum 4",
+    ),
+)
+def test_what_changes_a_step_changes_no_weight(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = command(capsys, "dry-run", *SMALL, *words.split())
+    assert code == 0, err
+    assert "NOT EQUAL" not in out and "equal" in out
