@@ -153,6 +153,8 @@ def _record(record: dict[str, Any], field: str, where: str) -> tuple[str | None,
         return (text if _encodes(text) else None), True
     field = _present(field, record, where, "field")
     text = record[field]
+    if text is None:  # an empty document, as a null of parquet is
+        return "", False
     if not isinstance(text, str):
         kind = type(text).__name__
         raise DataError(f"{where}: field {field!r} is {kind}, not text. Fix: choose another field.")

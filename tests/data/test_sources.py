@@ -141,6 +141,12 @@ def test_zst_damage_is_noticed(tmp_path: Path) -> None:
         items(path)
 
 
+def test_a_null_is_an_empty_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}\n{"text": null}\n')
+    assert [one.text for one in items(path)] == ["x", ""]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
