@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import math
 import re
 from collections.abc import Iterable
@@ -87,7 +88,12 @@ def config_error(key: str, value: object, rule: str, fix: str) -> ConfigError:
 
 
 def path_error(error: OSError) -> ConfigError:
-    """Return the error for an invalid path of the command line; raise any other error again."""
+    """Return the error for an invalid path of the command line; raise any other error again.
+
+    An error without a path is one of the output that a command is printed to.
+    """
+    if error.errno in (errno.ENOSPC, errno.EIO) and error.filename is None:
+        return config_error("output", "", (error.strerror or "").lower(), "print to another file")
     if error.filename is None or isinstance(error.filename, int):
         raise error
     why = (error.strerror or type(error).__name__).lower()

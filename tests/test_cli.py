@@ -172,3 +172,12 @@ def test_seeing_a_mesh_needs_no_cluster(capsys: pytest.CaptureFixture[str]) -> N
         assert ": equal" in " ".join(out.split()) and "all_gather" in out
         code, out, err = run(capsys, name, "nam56r_base", "--world", "7")
         assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_full_disk_behind_the_output_is_one_line() -> None:
+    command = [sys.executable, "-m", "megacpp", "presets"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: output=: no space left on device. Fix: ")
+    assert done.stderr.count("\n") == 1

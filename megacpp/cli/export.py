@@ -24,7 +24,9 @@ class ExportArgs:
         "hf", "Format: Hugging Face's; hf-code brings the model's own code whatever its settings."
     )
     dtype: Literal["bf16", "fp32"] = setting("bf16", "Dtype of the weights.")
-    checkpoint: str = setting("", "Weights of a run: final, latest or a step (empty: final).")
+    checkpoint: str = setting(
+        "", "Weights of a run: final, latest or a step (empty: final, or latest without it)."
+    )
     dropless: bool = setting(
         False, "Accept that the exported model drops no token although training did."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,10 +99,14 @@ def held_out_documents(run_folder: Path) -> Iterator[str]:
     """Yield the held-out texts of a run's corpora.
 
     Raises:
+        ConfigError: the folder is no run.
         DataError: they are gone, or damaged.
     """
     from megacpp.data.corpus import Corpus
 
+    if is_hf_folder(run_folder):
+        rule = "is no run, so the task has no held-out documents"
+        raise config_error("run", run_folder, rule, "give the folder of a run, or other tasks")
     for folder in corpus_folders(DataConfig(**_config(run_folder)["data"])):
         yield from Corpus(folder, seq_len=1).validation_documents()
 
@@ -121,8 +126,11 @@ def load_model(run: Path, checkpoint: str, device: str) -> HybridLM:
     import torch
 
     from megacpp.state.export import load_exported, load_trained, read_model_config
+    from megacpp.state.published import overtaken
 
     folder = find_weights(run, checkpoint)
+    if checkpoint == "final" and (note := overtaken(run)):
+        print(note, file=sys.stderr)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():

@@ -5,6 +5,7 @@ A run, its `final/`, one of its checkpoints, or a folder of Hugging Face's forma
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,7 @@ from megacpp.state.files import read_parsed
 from megacpp.state.local_copy import Part, local_copy
 from megacpp.state.manifest import NAME as MANIFEST
 from megacpp.state.manifest import DamagedError, read_json, read_manifest
-from megacpp.state.published import EXTRA, latest_checkpoint, read_extra
+from megacpp.state.published import EXTRA, latest_checkpoint, overtaken, read_extra
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def locate(source: str, key: str, part: Part = "weights") -> WeightsFolder:
     if (folder / MANIFEST).is_file():
         return WeightsFolder("final", folder, _run_above(folder))
     if (folder / "final" / MANIFEST).is_file():
+        if note := overtaken(folder):
+            print(note, file=sys.stderr)
         return WeightsFolder("final", folder / "final", folder)
     if newest := latest_checkpoint(folder / "checkpoints"):
         return WeightsFolder("checkpoint", newest, folder)

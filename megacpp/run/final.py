@@ -47,7 +47,8 @@ def finish(
         raise bad_state(config, folder / "checkpoints", step, f"at the end of the run {words}")
     export_final(model, corpus, config, folder, step)
     if log.active:
-        log.sample(step - 1, write_sample(corpus, config, folder, device))
+        if text := write_sample(corpus, config, folder, device):
+            log.sample(step - 1, text)
         print(f"run folder: {folder}   more text: megacpp sample {folder} --prompt '...'")
 
 

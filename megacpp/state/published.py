@@ -80,6 +80,26 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
+def overtaken(run: Path) -> str:
+    """Return a note if a run went on after its final weights; empty: they are its newest.
+
+    Damaged weights are no concern of it: who reads them says so.
+
+    Args:
+        run: folder of the run.
+    """
+    newest = latest_checkpoint(run / "checkpoints")
+    if newest is None or not (run / "final" / NAME).is_file():
+        return ""
+    try:
+        final, last = read_manifest(run / "final", "export").step, step_of(newest)
+    except DamagedError:
+        return ""
+    if not 0 < final < last:  # 0: exported without a number
+        return ""
+    return f"note: {run}/final has the weights of step {final}; --checkpoint latest has step {last}"
+
+
 def passed_over(folder: Path, path: Path | None) -> list[str]:
     """Return a line for everything later than `path`, the checkpoint that a run goes on from.
 

@@ -13,6 +13,7 @@ from megacpp.cli.main import main
 from megacpp.cli.weights import held_out_documents
 from megacpp.config.arguments import read_run
 from megacpp.config.checks.every import OWN_TASKS, broken
+from megacpp.errors import ConfigError
 from megacpp.run import code_tasks, harness
 from megacpp.run.code_tasks import accepts, compiler, run_code_tasks, without_a_line
 from megacpp.run.harness import Subject
@@ -154,3 +155,9 @@ def test_what_cannot_be_evaluated_is_one_line(
     err = capsys.readouterr().err
     assert err.startswith("error: tasks=compiles: there is no C++ compiler here")
     assert err.count("\n") == 1 and "Fix: install g++" in err
+
+
+def test_a_folder_that_is_no_run_has_no_held_out_documents(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigError, match="is no run, so the task has no held-out documents"):
+        next(held_out_documents(tmp_path))

@@ -27,6 +27,8 @@ from megacpp.state.export import (
     load_trained,
     read_model_config,
 )
+from megacpp.state.manifest import Manifest, write_manifest
+from megacpp.state.published import overtaken
 from megacpp.state.tensors import is_persistent, model_tensors
 from tests.ranks import run_ranks
 from tests.state.small import SMALL, build, loss
@@ -201,3 +203,13 @@ def test_the_model_of_a_training_checkpoint(tmp_path: Path) -> None:
 def test_configurations_survive_json() -> None:
     for config in (SMALL, dataclasses.replace(SMALL, attention=AttentionConfig(yarn=YarnConfig()))):
         assert read_model_config(json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+def test_final_weights_that_a_run_went_on_from_are_named(tmp_path: Path) -> None:
+    for name, kind, step in (("final", "export", 3), ("checkpoints/step-000011", "checkpoint", 11)):
+        assert overtaken(tmp_path) == ""
+        (tmp_path / name).mkdir(parents=True)
+        write_manifest(tmp_path / name, Manifest(kind, step, 1, {}, {}))
+    assert overtaken(tmp_path) == (
+        f"note: {tmp_path}/final has the weights of step 3; --checkpoint latest has step 11"
+    )
