@@ -19,6 +19,7 @@ from megacpp.config.checks.fp8 import fp8_line
 from megacpp.config.environment import MOST_RANKS
 from megacpp.config.schema import Config, MeshConfig
 from megacpp.config.settings import setting
+from megacpp.config.values import flag_text
 from megacpp.errors import ConfigError, config_error
 from megacpp.launch.command import command_lines, node_lines, quoted, torchrun_words
 from megacpp.memory.budget import as_planned
@@ -186,8 +187,7 @@ def launch_words(asked: Asked, candidate: Candidate) -> list[str]:
     flags = []
     for key, value in settings.items():
         if before.get(key) != value:
-            switch = value is None or isinstance(value, bool)
-            flags += [f"--{key.replace('_', '-')}", str(value).lower() if switch else str(value)]
+            flags += [f"--{key.replace('_', '-')}", flag_text(value)]
     where = torchrun_words(asked.world, asked.per_node, asked.config.preset)
     return ["torchrun", *where, "train.py", asked.config.preset, *flags]
 

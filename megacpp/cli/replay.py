@@ -176,14 +176,6 @@ def _run(flags: list[str], ranks: int) -> None:
         raise error
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {error}. Fix: give the folder of a run.") from None
-    return found
-
-
 def _compared(
     step: int, was: Mapping[str, Any], now: Mapping[str, Any], then: str | None, again: str | None
 ) -> dict[str, Any]:

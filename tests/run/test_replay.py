@@ -69,11 +69,13 @@ def test_the_same_mesh_is_the_same_bits_and_a_changed_record_is_seen(
 
 @pytest.mark.usefixtures("forks")
 def test_settings_are_those_of_the_start(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Among them a setting that the preset doesn't have."""
-    saved = json.loads((run / "launch.json").read_text())
-    assert "yarn" in json.dumps(saved["config"])
-    flags = command._flags({**saved["config"], "run": {**saved["config"]["run"], "steps": 5}}, {})
-    assert "--run.steps=5" in flags
+    """Check those of its own record; among them may be one that the preset doesn't have."""
+    config = json.loads((run / "launch.json").read_text())["config"]
+    config["model"]["attention"]["yarn"] = {"original_seq_len": 16}
+    assert "--model.attention.yarn.original-seq-len=16" in command._flags(config, {})
+    changed = json.loads((run / "config.json").read_text())
+    changed["config"]["run"]["steps"] = 99  # of a later start
+    (run / "config.json").write_text(json.dumps(changed))
     assert main(["replay", str(run)]) == 0
     assert f"2 of 2 steps from {run}/checkpoints/step-000006" in capsys.readouterr().out
 
