@@ -97,7 +97,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         optimizer.zero_grad()
         logits = qk_clip.after_step(status.healthy) if qk_clip else {}
         boundary.finish_step(status)
-        state.advance(status.healthy, good=status.healthy and status.clean)
+        state.advance(status.healthy, good=status.good)
         records.end(step, status, grad_accum=grad_accum, lr=lr, rates=rates, figures=logits)
         if records.must_go_back(step):
             records.go_back()

@@ -104,7 +104,7 @@ def _figures(run: Path, step: int) -> dict[str, str]:
             found["loss of the last step"] = f"{steps[-1]['loss']:.4f}"
     measured = read_rows(run / "evaluations.jsonl", EVALUATION)
     last = next((row for row in reversed(measured) if row["step"] == step - 1), None)
-    if last is not None:
+    if last is not None and last.get("bits_per_byte") is not None:
         text = f"{last['bits_per_byte']:.4f} bits per byte"
         bars = [
             f"{bar} {last[key]:.4f}"

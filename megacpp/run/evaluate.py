@@ -56,8 +56,8 @@ class HeldOut:
         self.corpus, self.run, self.log = corpus, run, log
         self.batches = validation_share(corpus, config, *share)
 
-    def evaluate(self, step: int) -> float:
-        """Record the figures after a step; return the loss in nats per valid token.
+    def evaluate(self, step: int) -> float | None:
+        """Record the figures after a step; return nats per valid token, None without any.
 
         Every rank calls it, and all get the same loss.
         """
@@ -84,8 +84,8 @@ def evaluate(
     nll, complete = sums.nll_sum.item(), sums.valid_tokens == corpus.validation_targets
     num_bytes = corpus.validation_text_bytes if complete else sums.target_bytes
     values = {
-        "loss": nll / max(1, sums.valid_tokens),
-        "bits_per_byte": bits_per_byte(nll, num_bytes),
+        "loss": nll / sums.valid_tokens if sums.valid_tokens else None,
+        "bits_per_byte": bits_per_byte(nll, num_bytes) if sums.valid_tokens else None,
         "gzip_bits_per_byte": corpus.gzip_bits_per_byte(),
         "target_bytes": float(num_bytes),
         "complete": float(complete),

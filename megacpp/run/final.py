@@ -22,7 +22,12 @@ TEMPERATURE, TOP_K = 0.7, 50
 
 
 def finish(
-    model: nn.Module, corpus: RunCorpus, config: Config, log: MetricsLog, step: int, loss: float
+    model: nn.Module,
+    corpus: RunCorpus,
+    config: Config,
+    log: MetricsLog,
+    step: int,
+    loss: float | None,
 ) -> None:
     """Export the weights after `step` steps, and on the main rank a sample of them.
 
@@ -34,14 +39,14 @@ def finish(
         config: configuration of the run.
         log: records of the run.
         step: number of steps made.
-        loss: held-out loss in nats per valid token, the same on every rank.
+        loss: held-out loss in nats per valid token, the same on every rank; None: no label counts.
 
     Raises:
         NonFiniteError: a weight or the held-out loss isn't finite.
     """
     folder, device = Path(config.run.dir), next(model.parameters()).device
     words = unsound(model_tensors(model))
-    if not words and not math.isfinite(loss):
+    if not words and loss is not None and not math.isfinite(loss):
         words = f"the held-out loss is {loss:g}"
     if words:
         raise bad_state(config, folder / "checkpoints", step, f"at the end of the run {words}")

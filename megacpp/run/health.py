@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp.config.schema import Config
-from megacpp.errors import NonFiniteError
+from megacpp.errors import DataError, NonFiniteError
 from megacpp.state.checkpoint import newest_sound
 
 ROUNDING = 1e-6  # losses this close to each other, relatively, differ by fp32 sums alone
@@ -41,6 +41,19 @@ def ended_badly(config: Config, folder: Path, bad_steps: int) -> NonFiniteError:
         f"run.steps={config.run.steps}: the last steps ({bad_steps}) were left out or had values "
         f"that are not finite, so final/ is not written; {_before(folder)}. Fix: lower optim.lr "
         f"({config.optim.lr:g}), or go on with more run.steps: a good step ends such a streak."
+    )
+
+
+def no_labels(config: Config) -> DataError:
+    """Return the error that ends a run after `train.max_skips` steps in a row without a label.
+
+    Args:
+        config: configuration of the run.
+    """
+    return DataError(
+        f"data.path={config.data.path}: no label of {config.train.max_skips} steps in a row counts "
+        "(train.max_skips), so nothing is learned. Fix: look at the labels with megacpp data "
+        f"inspect {config.data.path}, and prepare a corpus in which some count."
     )
 
 

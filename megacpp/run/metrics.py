@@ -201,6 +201,8 @@ def evaluation_lines(values: Mapping[str, Any], no_verdict: str) -> list[str]:
         no_verdict: reason why the loss can't be compared with compressors (`Corpus.no_verdict`).
     """
     over, bits = f"{values['target_bytes']:,.0f}", values["bits_per_byte"]
+    if bits is None:
+        return ["validation: no held-out label counts, so there is no loss"]
     part = f"all {over} held-out bytes" if values["complete"] else f"the first {over} bytes"
     bars = compressor_bars(values)
     lines = [f"validation: loss {values['loss']:.4f}, {bits:.4f} bits per byte of {part}"]

@@ -190,10 +190,10 @@ class Records:
                 self.state.mirror.drop()
             self.rewinds.go_back()
 
-    def evaluate(self, step: int) -> float:
+    def evaluate(self, step: int) -> float | None:
         """Record the held-out loss after a step, beside gzip's; return nats per valid token.
 
-        Every rank calls it, and all get the same loss.
+        None: no held-out label counts. Every rank calls it, and all get the same loss.
         """
         with self.clock.span("evaluation"):
             return self.held_out.evaluate(step)
@@ -208,12 +208,12 @@ class Records:
         self._close_log()
         return PreemptedError(f"stopped by {self.stop.heard or 'SIGTERM'} after step {step + 1}")
 
-    def finish(self, model: nn.Module, loss: float) -> None:
+    def finish(self, model: nn.Module, loss: float | None) -> None:
         """Export the final weights, and a sample of them; every rank calls it.
 
         Args:
             model: model of this rank.
-            loss: held-out loss in nats per valid token.
+            loss: held-out loss in nats per valid token; None: no label counts.
 
         Raises:
             NonFiniteError: a weight or the held-out loss isn't finite, or the last step was bad.

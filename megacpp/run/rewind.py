@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp.config.schema import Config
-from megacpp.run.health import Health, budget_spent
+from megacpp.run.health import Health, budget_spent, no_labels
 from megacpp.run.metrics import MetricsLog
 from megacpp.state.agreement import share
 from megacpp.state.checkpoint import newest_sound
@@ -64,8 +64,11 @@ class Rewinds:
         Raises:
             NonFiniteError: it must, and no rewind or no sound checkpoint is left.
             CheckpointError: an asynchronous save failed.
+            DataError: `train.max_skips` steps in a row had no label.
         """
         self._differs = differs
+        if self.state.unlabelled >= self.config.train.max_skips:
+            raise no_labels(self.config)
         train, left = self.config.train, self.config.train.rewinds - len(self.made)
         spent = self.state.bad_steps >= train.max_skips
         spiking = 0 < train.max_spikes <= self.health.spikes and left > 0

@@ -56,6 +56,11 @@ class StepStatus:
         return self.finite and not self.nonfinite
 
     @property
+    def good(self) -> bool | None:
+        """Whether a step was applied as it was computed; None: without a label it tells nothing."""
+        return None if self.clean and not self.valid_tokens else self.healthy and self.clean
+
+    @property
     def trouble(self) -> str:
         """Description of the step's problem; empty without one."""
         if self.nonfinite:

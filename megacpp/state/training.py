@@ -115,6 +115,7 @@ class TrainingState:
         step: optimizer steps made, skipped ones included.
         updates: steps that changed the parameters; the learning rate follows these.
         bad_steps: consecutive steps that were skipped or had a non-finite value.
+        unlabelled: as many without a label; not saved.
         resumed: checkpoint that this run started from or went back to.
         writer: asynchronous save in flight.
         mirror: copies in the nodes' memory; None: the run has none.
@@ -134,22 +135,21 @@ class TrainingState:
         self.folder, self.model, self.optimizers = folder, model, optimizers
         self.config, self.data_fingerprint = config, data_fingerprint
         self.loader, self.others = loader, dict(others or {})
-        self.step = self.updates = self.bad_steps = 0
+        self.step = self.updates = self.bad_steps = self.unlabelled = 0
         self.resumed: Path | None = None
         self.writer = SaveThread()
         self.mirror: Mirror | None = None
         self.changed: list[str] = []
 
-    def advance(self, updated: bool, good: bool | None = None) -> None:
-        """Count a step.
+    def advance(self, updated: bool, good: bool | None) -> None:
+        """Count a step that changed the parameters or not.
 
-        Args:
-            updated: the parameters changed.
-            good: the step had no problem; `updated` by default.
+        `good`: it had no problem; None: without a label it changes no streak of bad steps.
         """
         self.step += 1
         self.updates += updated
-        self.bad_steps = 0 if (updated if good is None else good) else self.bad_steps + 1
+        self.unlabelled = self.unlabelled + 1 if good is None else 0
+        self.bad_steps = 0 if good else self.bad_steps + (good is not None)
 
     def save(self, keep: int, behind: bool = False) -> Path:
         """Save a checkpoint of this step, keeping `keep` sound ones; every rank calls it.

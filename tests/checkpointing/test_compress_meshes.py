@@ -85,7 +85,7 @@ def train(rank: int, run: Run, folder: Path, source: Path | None = None) -> Trac
         optimizer.step()
         optimizer.zero_grad()
         boundary.finish_step()
-        state.advance(updated=True)
+        state.advance(True, good=True)
         if state.step == SAVED and source is None:
             state.save(keep=1)
     state_of = {f"optim.{n}": t for n, t in optimizer.state_tensors().items() if t.dim()}

@@ -25,3 +25,10 @@ SOUND = StepStatus(1.5, 2.25, 9.0, 4, 6, 16, 0, True, True, {}, None, (), 0, Non
 def test_a_step_says_what_is_wrong(status: StepStatus, words: str) -> None:
     assert status.trouble == words
     assert status.clean == (words in ("", "no label counts"))
+
+
+def test_a_step_without_a_label_is_neither_good_nor_bad() -> None:
+    empty = replace(SOUND, valid_tokens=0, healthy=False)
+    assert SOUND.good is True and empty.good is None
+    assert replace(empty, nonfinite=1).good is False
+    assert replace(SOUND, nonfinite=1).good is False  # applied with zeros instead

@@ -18,7 +18,7 @@ def test_exported_and_saved_weights_are_those_of_a_plain_model(tmp_path: Path) -
     train(model, optimizer, range(2))
     export_weights(model, tmp_path / "final", CONFIG.model)
     state = TrainingState(tmp_path / "saved", model, optimizer, CONFIG, "corpus")
-    state.advance(updated=True)
+    state.advance(True, good=True)
     path = state.save(keep=1)
     batch = ragged_batch(range(2), 16, CONFIG.model.vocab_size)
     arguments = batch.ids_BT, batch.labels_BT, batch.docs

@@ -128,7 +128,7 @@ def train(rank: int, run: Run, folder: Path, source: Path | None) -> Trace:
         boundary.finish_step()
         loss = sums.loss_sum.item() / sums.valid_tokens
         health.observe(state.step, loss, norm.item())
-        state.advance(updated=True)
+        state.advance(True, good=True)
         if state.step > BEFORE:
             trace.losses.append(loss)
             trace.norms.append(norm.item())

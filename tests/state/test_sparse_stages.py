@@ -47,7 +47,7 @@ def test_the_training_goes_on_where_the_warm_up_ended(tmp_path: Path) -> None:
     for number in range(2):
         step(model, optimizer)
         health.observe(number, 4.0, 1e-5)
-        state.advance(True)
+        state.advance(True, good=True)
     for name, p in model.named_parameters():
         assert torch.equal(p, start[name]) == ("indexer" not in name), name
     state.save(keep=1)
@@ -72,7 +72,7 @@ def test_the_training_goes_on_where_the_warm_up_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize("setting", ["share", "own", "layers", "head_dim", "num_heads"])
 def test_what_makes_another_model_is_refused(tmp_path: Path, setting: str) -> None:
     _, _, state, _ = made(tmp_path)
-    state.advance(True)
+    state.advance(True, good=True)
     state.save(keep=1)
     other = {"share": 1, "own": "", "layers": "1", "head_dim": 8, "num_heads": 4}[setting]
     *_, resumed, _ = made(

@@ -94,7 +94,7 @@ class Made:
         for _ in range(n):
             for _ in self.loader.take(self.schedule.accum(self.state.step)):
                 pass
-            self.state.advance(updated)
+            self.state.advance(updated, good=updated)
 
 
 def make(folder: Path, config: Config, seed: int = 1, **others: Any) -> Made:

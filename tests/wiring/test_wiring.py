@@ -190,7 +190,8 @@ def saved(rows: list[dict[str, Any]]) -> list[str]:
     """Return the newest checkpoints: no save in a streak of bad steps, one when told to stop."""
     streak, steps = 0, []
     for done, row in enumerate(rows, 1):
-        streak = streak + 1 if row["skipped"] else 0
+        if row["valid_tokens"]:  # a step without a label neither goes on with it nor ends it
+            streak = streak + 1 if row["skipped"] else 0
         if done in (TOLD + 1, STEPS) or (done % EVERY == 0 and not streak):
             steps.append(done)
     return [f"step-{step:06}" for step in steps[-KEEP:]]
