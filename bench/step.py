@@ -27,10 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import parser_of
-from bench.gpu.calibrate import calibrate
+from bench.gpu.calibrate import OperatorCount, calibrate
 from bench.shapes import names, shape
 from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.checks.every import resolve
@@ -191,24 +190,6 @@ def _peak_of(name: str, shape_name: str) -> int:
     return int(done.stdout.split()[-1])
 
 
-class _Counter(TorchDispatchMode):
-    """Counter of dispatched operations; views cost nothing and are left out."""
-
-    FREE = frozenset(
-        "view _unsafe_view transpose t permute expand detach unsqueeze squeeze alias select slice "
-        "as_strided split split_with_sizes unbind unfold diagonal".split()
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        self.count += name not in self.FREE
-        return func(*args, **(kwargs or {}))
-
-
 def _operations(config: Config, device: torch.device) -> dict[str, int]:
     """Return operations of one forward and backward of each block kind (kernels, on a GPU)."""
     counts: dict[str, int] = {}
@@ -220,9 +201,9 @@ def _operations(config: Config, device: torch.device) -> dict[str, int]:
         x = torch.randn(1, config.data.seq_len, config.model.dim, device=device, requires_grad=True)
         docs = Documents.rows(1, config.data.seq_len, device)
         block(x, docs).sum().backward()
-        with _Counter() as counter:
+        with OperatorCount() as counter:
             block(x, docs).sum().backward()
-        counts[letter] = counter.count
+        counts[letter] = counter.ran
     return counts
 
 

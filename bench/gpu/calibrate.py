@@ -21,8 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from checkpointing.tracing.operators import kind_of
+from megacpp.blocks.attention.config import AttentionConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.launch.record import device_name
+from megacpp.model.block import Block
+from megacpp.model.documents import Documents
 from megacpp.run.predicted import machine_file
 from megacpp.speed.collectives import START_US
 from megacpp.speed.hardware import GpuSpec, known
@@ -30,8 +36,9 @@ from megacpp.speed.hardware import GpuSpec, known
 GPU_SIZES = (1024, 2048, 4096, 8192)
 CPU_SIZES = (16, 64, 256, 1024)  # of a layer's input and output; tokens are 4 times as many
 TRIES = 7
-CHAIN = 100  # operators whose start is timed, with as many of their backward
-SENT = 1 << 22  # numbers that a timed exchange sums
+FEW_TOKENS, BLOCKS = 16, 50  # of blocks whose operators' start is timed
+SENT = 1 << 20  # numbers that a timed exchange gathers and sums
+EXCHANGES, PRODUCTS = 20, 16  # timed exchanges, and products of the work before each
 
 
 def calibrate(device: torch.device, out: Path | None, tiny: bool = False) -> dict[str, Any]:
@@ -64,7 +71,6 @@ def measure(device: torch.device, tiny: bool = False) -> dict[str, Any]:
     products = [row for shape in shapes for row in _products(shape, dtype, device)]
     best = max(row[-1] for row in products)
     moved = torch.empty(1 << (24 if cpu else 28), device=device)
-    small = torch.zeros(64, device=device, requires_grad=True)
     pass_s = _seconds(lambda: moved.mul_(1.0), device)
     figures = _base(device)
     figures |= {
@@ -72,29 +78,77 @@ def measure(device: torch.device, tiny: bool = False) -> dict[str, Any]:
         "bf16_reached": 1.0 if cpu else best / figures["bf16_tflops"],
         "hbm_gbs": 2 * moved.numel() * 4 / pass_s / 1e9,
         "hbm_reached": 1.0,
-        "launch_us": 1e6 * _seconds(lambda: _operators(small), device) / (2 * CHAIN),
+        "launch_us": 1e6 * _start_of_an_operator(device),
     }
     if cpu and dist.is_initialized():
         figures |= _link(device)
     return {"device": device_name(device), "figures": figures, "products": products}
 
 
-def _operators(x: torch.Tensor) -> None:
-    """Run operators that compute next to nothing, and their backward."""
-    for _ in range(CHAIN):
-        x = x * 1.0
-    x.sum().backward()
+def _start_of_an_operator(device: torch.device) -> float:
+    """Return seconds of an operator that computes next to nothing, as a model's block issues it."""
+    model = ModelConfig(dim=64, attention=AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=64))
+    block = Block("A", model).to(device)
+    docs = Documents.rows(1, FEW_TOKENS, device)
+    x_BTD = torch.randn(1, FEW_TOKENS, model.dim, device=device, requires_grad=True)
+
+    def work() -> None:
+        block(x_BTD, docs).sum().backward()
+
+    with OperatorCount() as count:
+        work()
+    return _seconds(work, device, BLOCKS) / count.ran
+
+
+class OperatorCount(TorchDispatchMode):
+    """Counter of operators that are no views.
+
+    Attributes:
+        ran: number of operators.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator and count it."""
+        self.ran += not kind_of(func).view
+        return func(*args, **(kwargs or {}))
 
 
 def _link(device: torch.device) -> dict[str, float]:
-    """Return speed and latency of a hop between processes, from two sums over all of them."""
+    """Return speed and latency of a hop between processes, from what FSDP2 sends for a block.
+
+    The latency is that behind work, when processes wait for each other.
+    """
     ranks = dist.get_world_size()
-    sums = [torch.zeros(numbers, device=device) for numbers in (1, SENT)]
-    few, many = (_seconds(lambda x=x: dist.all_reduce(x), device) for x in sums)
+    x_TD, w_DD = torch.randn(1024, 256, device=device), torch.randn(256, 256, device=device)
+
+    def computed() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(x_TD, w_DD)
+
+    def sent(numbers: int, between: Callable[[], None] = lambda: None) -> float:
+        own = torch.zeros(numbers, device=device)
+        every = torch.zeros(numbers * ranks, device=device)
+
+        def work() -> None:
+            between()
+            dist.all_gather_into_tensor(every, own)
+            between()
+            dist.reduce_scatter_tensor(own, every)
+
+        return _seconds(work, device, EXCHANGES)
+
+    few, many = sent(1), sent(SENT // ranks)
+    late = sent(1, computed) - 2 * _seconds(computed, device, EXCHANGES)
     passes = 2 * (ranks - 1)  # round the ring
     return {
         "nvlink_gbs": 4 * SENT * passes / ranks / max(many - few, 1e-9) / 1e9,
-        "node_latency_us": max(1e6 * few - START_US, 0.0) / passes,
+        "node_latency_us": max(1e6 * max(few, late) - 2 * START_US, 0.0) / passes,
     }
 
 
@@ -141,10 +195,10 @@ def _products(
     return found
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
+def _seconds(work: Callable[[], object], device: torch.device, tries: int = TRIES) -> float:
     """Return the median time of a piece of work, after one that isn't counted."""
     times = []
-    for _ in range(TRIES + 1):
+    for _ in range(tries + 1):
         start = time.perf_counter()
         work()
         if device.type == "cuda":

@@ -167,14 +167,14 @@ def combined(traces: Sequence[BlockTrace], weights: Sequence[Fraction]) -> Block
     if traces[0].replayed is not None:
         found = zip(weights, (trace.replayed or 0 for trace in traces), strict=True)
         again = int(sum((w * n for w, n in found), Fraction()))
-    ran = [
-        (
-            traces[0].ran[back][0],
-            int(sum(w * t.ran[back][1] for w, t in zip(weights, traces, strict=True))),
+    first, second = (
+        tuple(
+            int(sum(w * t.ran[back][n] for w, t in zip(weights, traces, strict=True)))
+            for n in (0, 1)
         )
         for back in (0, 1)
-    ]
-    return replace(traces[0], bytes=tuple(map(int, sizes)), replayed=again, ran=(ran[0], ran[1]))
+    )
+    return replace(traces[0], bytes=tuple(map(int, sizes)), replayed=again, ran=(first, second))
 
 
 def affine_weights(

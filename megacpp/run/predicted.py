@@ -125,7 +125,7 @@ def check_mfu(config: Config, found: Prediction | None) -> list[str]:
 
 def _idle(part: str) -> bool:
     """Return whether a part of the step computes nothing."""
-    return part.startswith(("exposed", "slowed", "bubble", "host"))
+    return part.startswith(("exposed", "slowed", "copied", "bubble", "host"))
 
 
 def verdict(predicted: Mapping[str, Any], steps: Sequence[float]) -> str:

@@ -102,6 +102,8 @@ def grouped(parts: Mapping[str, float]) -> dict[str, float]:
     for name, time in parts.items():
         if name.startswith(("exposed", "slowed")):
             found["communication"] += time
+        elif name.startswith("copied"):
+            found[OTHERS] += time
         else:
             found[IDLE if name in ("bubble", "host") else name] += time
     return dict(found)

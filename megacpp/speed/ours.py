@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from megacpp.blocks.experts.rows import expert_rows
+from megacpp.blocks.experts.rows import expert_rows, pieces_of
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.fp8 import fp8_blocks
 from megacpp.config.schema import CheckpointingPolicy, Config
@@ -146,6 +146,7 @@ def step_work(
         "fsdp" if size > mesh.pp * mesh.tp or _shares_experts(found) else "none",
         gather_bytes=own.compute,
         reduce_bytes=own.wide,
+        copied=True,
         reshard=found.reshard,
         resident=train.gradient_sync == "resident",
         stage_gathers=_stage_gathers(config) if found.reshard else 1,
@@ -235,8 +236,10 @@ class _Maker:
             shape[w.tp] //= self.own.tp
         n, k = shape
         dtype = "fp8" if fp8 and min(n, k) >= 128 else "bf16"
-        return [Product(tokens, n, k, count, "TN", dtype)], [
-            Product(tokens, k, n, count, "NN", dtype),
+        pieces = pieces_of(self.own, tokens) if w.experts else 1
+        rows = math.ceil(tokens / pieces)
+        return [Product(rows, n, k, count * pieces, "TN", dtype)], [
+            Product(rows, k, n, count * pieces, "NN", dtype),
             Product(n, k, tokens, count, "NT", dtype),
         ]
 

@@ -23,12 +23,10 @@ from megacpp.speed.hardware import GpuSpec, Rates
 from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork, seconds
 from megacpp.speed.pipeline import Actions, StageTime, pipeline_seconds, simulate
 from megacpp.speed.streams import UnitTime, fsdp_seconds
+from megacpp.speed.travel import SLOWED, Travel, travel_times
 
+STEP_OPERATORS = 3  # of a token of a recurrence where no kernel runs it whole
 BESIDE = 0.9  # of the time of products, in which a collective can hide
-# Seconds that kernels lose to a collective beside them, for each second that its bytes would take
-# inside a node: it takes SMs and memory bandwidth. From runs of one model with and without
-# recomputation (mpt-7b, mpt-13b on 8 to 64 H100): 0.4 to 0.7.
-SLOWED = 0.5
 
 # Measured over predicted steps: four of five of the torchtitan and MosaicML rows that no constant
 # was fitted to lie between (python -m bench.published).
@@ -96,6 +94,8 @@ class StepWork:
             `ddp` reduces once, `none`.
         gather_bytes: of a parameter that is gathered.
         reduce_bytes: of a gradient that is reduced.
+        copied: gathered parameters are copied to their places, and gradients to a buffer, as
+            FSDP2 does.
         overlapped: communication of the data axes runs beside compute.
         reshard: see `fsdp_tasks`.
         resident: see `fsdp_tasks`.
@@ -118,6 +118,7 @@ class StepWork:
     data: Literal["fsdp", "zero1", "ddp", "none"] = "none"
     gather_bytes: float = 2.0
     reduce_bytes: float = 4.0
+    copied: bool = False
     overlapped: bool = True
     reshard: bool = True
     resident: bool = False
@@ -187,6 +188,11 @@ def pass_seconds(
     if launches:
         parts["memory-bound"] += gpu.pass_us * 1e-6 * sum(isinstance(o, Passes) for o in operators)
     compute = sum(parts.values())
+    if gpu.on_host:  # which has no kernel of several products
+        launches += sum(o.count - 1 for o in operators if isinstance(o, Product))
+        launches += sum(
+            STEP_OPERATORS * int(o.steps) for o in operators if isinstance(o, SerialWork)
+        )
     wait = launches * gpu.launch_us * 1e-6
     if not gpu.on_host:
         wait = max(0.0, wait - compute)
@@ -224,9 +230,9 @@ def predict(step: StepWork, gpu: GpuSpec, rates: Rates) -> StepTime:
     """Return the predicted time of a step."""
     passes = passes_of(step, gpu, rates)
     if len(step.stages) > 1:
-        parts, mine = _pipelined(step, passes, gpu)
+        parts, mine = _pipelined(step, passes, gpu, rates)
     else:
-        parts, mine = _one_stage(step, passes, gpu), range(len(passes))
+        parts, mine = _one_stage(step, passes, gpu, rates), range(len(passes))
     blocks: dict[str, float] = defaultdict(float)
     launches: dict[str, int] = defaultdict(int)
     for number in mine:
@@ -273,46 +279,8 @@ def optimizer_seconds(step: StepWork, gpu: GpuSpec, rates: Rates) -> float:
     )
 
 
-class Travel(NamedTuple):
-    """Seconds to gather a block's parameters and to reduce its gradients.
-
-    `slows` are the seconds that each takes from kernels beside it.
-    """
-
-    gather: float
-    reduce: float
-    slows: tuple[float, float]
-
-
-def _travels(step: StepWork, numbers: Sequence[int], gpu: GpuSpec) -> list[Travel]:
-    found: dict[tuple[float, float], Travel] = {}
-    for number in numbers:
-        block = step.blocks[number]
-        if (block.dense, block.experts) not in found:
-            found[block.dense, block.experts] = _travel(step, block, gpu)
-    return [found[step.blocks[n].dense, step.blocks[n].experts] for n in numbers]
-
-
-def _travel(step: StepWork, block: BlockWork, gpu: GpuSpec) -> Travel:
-    gather = reduce = out = back = 0.0
-    kind = "all_reduce" if step.data == "ddp" else "reduce_scatter"
-    for count, axis in ((block.dense, "data"), (block.experts, "expert_data")):
-        group = step.axes.get(axis)
-        if step.data == "none" or group is None or not count:
-            continue
-        inside = SLOWED * count * (1 - 1 / group.size) / (gpu.nvlink_gbs * gpu.nvlink_reached * 1e9)
-        reduce += collectives.seconds(kind, count * step.reduce_bytes, group, gpu)
-        copies, own = step.axes.get(f"{axis} copies"), count * step.reduce_bytes / group.size
-        reduce += collectives.seconds("all_reduce", own, copies, gpu) if copies else 0.0
-        back += inside * step.reduce_bytes * (2 if step.data == "ddp" else 1)
-        if step.data != "ddp":
-            gather += collectives.seconds("all_gather", count * step.gather_bytes, group, gpu)
-            out += inside * step.gather_bytes
-    return Travel(gather, reduce, (out, back))
-
-
 def _one_stage(
-    step: StepWork, passes: Sequence[tuple[PassTime, PassTime]], gpu: GpuSpec
+    step: StepWork, passes: Sequence[tuple[PassTime, PassTime]], gpu: GpuSpec, rates: Rates
 ) -> dict[str, float]:
     """Return the time of all microbatches by part, without a pipeline."""
     parts: dict[str, float] = defaultdict(float)
@@ -320,8 +288,8 @@ def _one_stage(
         for found in pair:
             for name, time in found.parts:
                 parts[name] += time * step.microbatches
-    travels = _travels(step, range(len(step.blocks)), gpu)
-    units = unit_times(step, passes, gpu)
+    travels = travel_times(step, range(len(step.blocks)), gpu, rates)
+    units = unit_times(step, passes, gpu, rates)
     if not step.overlapped or step.data in ("ddp", "zero1"):
         _add_data(parts, step, travels, units)
         return parts
@@ -334,6 +302,7 @@ def _one_stage(
     moved = sum(gathers * t.gather + reductions * t.reduce for t in travels)
     exposed = moved if gpu.on_host else exposed
     slowed = sum(gathers * t.slows[0] + reductions * t.slows[1] for t in travels)
+    parts["copied data"] += sum(gathers * t.copies[0] + reductions * t.copies[1] for t in travels)
     parts["exposed data"] += exposed
     if moved:
         parts["slowed by data"] += slowed * max(0.0, 1 - exposed / moved)
@@ -341,10 +310,17 @@ def _one_stage(
 
 
 def unit_times(
-    step: StepWork, passes: Sequence[tuple[PassTime, PassTime]], gpu: GpuSpec
+    step: StepWork, passes: Sequence[tuple[PassTime, PassTime]], gpu: GpuSpec, rates: Rates
 ) -> list[UnitTime]:
-    """Return the times of a microbatch's blocks as FSDP units."""
-    travels = _travels(step, range(len(step.blocks)), gpu)
+    """Return the times of a microbatch's blocks as FSDP units.
+
+    Args:
+        step: whose blocks they are.
+        passes: time of each block's forward and backward.
+        gpu: which runs them.
+        rates: constants.
+    """
+    travels = travel_times(step, range(len(step.blocks)), gpu, rates)
     return [
         UnitTime(forward.total, backward.total, travel.gather, travel.reduce, block.kind)
         for block, (forward, backward), travel in zip(step.blocks, passes, travels, strict=True)
@@ -370,6 +346,7 @@ def _add_data(
     """
     times = step.stage_gathers
     gather, reduce = sum(t.gather for t in travels), sum(t.reduce for t in travels)
+    parts["copied data"] += sum(times * t.copies[0] + t.copies[1] for t in travels)
     if not step.overlapped or not gather + reduce:
         parts["exposed data"] += times * gather + reduce
         return
@@ -383,7 +360,7 @@ def _add_data(
 
 
 def _pipelined(
-    step: StepWork, passes: Sequence[tuple[PassTime, PassTime]], gpu: GpuSpec
+    step: StepWork, passes: Sequence[tuple[PassTime, PassTime]], gpu: GpuSpec, rates: Rates
 ) -> tuple[dict[str, float], Sequence[int]]:
     """Return the time by part of the rank with most to do, and the blocks of its stages."""
     ranks = step.axes["pp"].size
@@ -405,6 +382,6 @@ def _pipelined(
                 parts[name] += time * step.microbatches
     parts["bubble"] = max(0.0, total - sum(parts.values()))
     units = [UnitTime(passes[b][0].total, passes[b][1].total) for b in mine]
-    travels = _travels(step, mine, gpu)
+    travels = travel_times(step, mine, gpu, rates)
     _add_data(parts, step, travels, units)
     return parts, mine

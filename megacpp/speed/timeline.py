@@ -43,7 +43,8 @@ def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[StreamSpan]:
     """Return the spans of a step: of the rank with most to do, in a pipeline.
 
     Collectives of the data axes in a pipeline, and those that no block overlaps, come after the
-    microbatches. Collectives inside a block are part of its span.
+    microbatches. Collectives inside a block are part of its span. FSDP2's copies, and what kernels
+    lose to communication beside them, aren't drawn.
     """
     passes = passes_of(step, gpu, rates)
     if step.stages:
@@ -63,7 +64,7 @@ def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[StreamSpan]:
             for a, at, length in own
         ]
     else:
-        units = unit_times(step, passes, gpu)
+        units = unit_times(step, passes, gpu, rates)
         if step.data != "fsdp" or not step.overlapped:
             units = [unit._replace(gather=0.0, reduce=0.0) for unit in units]
         line = run(

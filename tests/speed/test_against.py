@@ -39,7 +39,7 @@ def test_a_timeline_is_the_simulated_step(words: tuple[str, ...]) -> None:
         assert all(a.start + a.seconds <= b.start + 1e-9 for a, b in pairwise(own))
     end = max(s.start + s.seconds for s in spans)
     found = predict(work, machine, Rates())
-    after = found.parts.get("slowed by data", 0.0)
+    after = found.parts.get("slowed by data", 0.0) + found.parts["copied data"]
     after += found.parts.get("exposed data", 0.0) if words else 0.0
     assert end == pytest.approx(found.step_s - after, rel=1e-3)
     events = json.loads(chrome(spans))["traceEvents"]

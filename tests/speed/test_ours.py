@@ -106,7 +106,9 @@ def test_replicas_add_up_gradients_beside_the_backward() -> None:
     step, machine = step_work(config, 32, "H100"), gpu("H100")
     assert step.axes["data copies"] == (4, 1) and step.axes["data"] == (8, 8)
     block = max(step.blocks, key=lambda b: b.dense)
-    found = unit_times(step, passes_of(step, machine, Rates()), machine)[step.blocks.index(block)]
+    found = unit_times(step, passes_of(step, machine, Rates()), machine, Rates())[
+        step.blocks.index(block)
+    ]
     by_hand = 4 * block.dense * 7 / 8 / (450 * 0.79e9) + 50e-6
     by_hand += 2 * 4 * block.dense / 8 * 3 / 4 / (50 * 0.92e9) + 135e-6
     assert found.reduce == pytest.approx(by_hand)

@@ -10,7 +10,7 @@ import pytest
 
 from megacpp.speed.collectives import AxisSpread
 from megacpp.speed.hardware import Rates
-from megacpp.speed.operators import Passes, Product
+from megacpp.speed.operators import Passes, Product, SerialWork
 from megacpp.speed.pipeline import (
     StageAction,
     StageTime,
@@ -19,7 +19,7 @@ from megacpp.speed.pipeline import (
     schedule,
     simulate,
 )
-from megacpp.speed.step import BlockWork, StepWork, Transfer, predict
+from megacpp.speed.step import BlockWork, StepWork, Transfer, passes_of, predict
 from megacpp.speed.streams import Task, UnitTime, fsdp_seconds, fsdp_tasks, run
 from parallel.simulate.schedule import torch_order
 from tests.speed.test_operators import PLAIN
@@ -229,3 +229,28 @@ def test_a_hidden_reduction_slows_kernels() -> None:
         assert parts["exposed data"] == pytest.approx(count * reduce * (1 - hidden))
         slowed = 0.5 * count * 4e7 * 2 * 7 / 8 / 100e9 * hidden
         assert parts.get("slowed by data", 0.0) == pytest.approx(slowed, abs=1e-12)
+
+
+def test_fsdp2_copies_what_it_gathers_and_what_it_reduces() -> None:
+    """Read and write of 1e7 numbers at 1 TB/s: 2 bytes each behind a gather, 2 and 4 to reduce."""
+    block = BlockWork("F", (Passes(1e9),), (Passes(2e9),), (), (), dense=1e7)
+    data = {"data": AxisSpread(8, 8)}
+    for reshard, gathers in ((True, 3), (False, 2)):
+        step = StepWork([block], data, 2, "fsdp", copied=True, reshard=reshard)
+        copied = (gathers * 4e7 + 6e7) / 1e12
+        assert predict(step, PLAIN, Rates()).parts["copied data"] == pytest.approx(copied)
+        plain = predict(replace(step, copied=False), PLAIN, Rates())
+        assert predict(step, PLAIN, Rates()).step_s - plain.step_s == pytest.approx(copied)
+    step = StepWork([block], data, 2, "ddp", copied=True)
+    assert "copied data" not in predict(step, PLAIN, Rates()).parts
+
+
+def test_a_cpu_starts_each_product_of_a_group_and_each_step_of_a_recurrence() -> None:
+    """Four launches, seven more products of eight, and three operators for each of ten steps."""
+    operators = (Product(48, 64, 64, count=8), SerialWork(10, 0.0, 0.0))
+    block = BlockWork("E", operators, (), launches=(4, 0))
+    for on_host, launches in ((True, 4 + 7 + 30), (False, 4)):
+        machine = replace(PLAIN, on_host=on_host, launch_us=1e4)
+        (forward, _), *_ = passes_of(StepWork([block]), machine, Rates())
+        wait = dict(forward.parts)["host"] + (0.0 if on_host else forward.parts[0][1])
+        assert wait == pytest.approx(launches * 1e-2, rel=1e-3)

@@ -38,6 +38,16 @@ class ExpertRows:
     whole: tuple[bool, bool] = (True, True)
 
 
+def pieces_of(own: LocalShapes, rows: int) -> int:
+    """Return the products in which an expert's rows are multiplied: one, or several on a CPU.
+
+    Args:
+        own: sizes of the rank.
+        rows: of an expert.
+    """
+    return 1 if own.on_gpu else math.ceil(rows / CPU_ROWS)
+
+
 def expert_rows(own: LocalShapes) -> ExpertRows:
     """Return rows of an E block: dropless, with even choices, or the most that there can be.
 

@@ -1,0 +1,74 @@
+"""Seconds in which parameters are gathered and gradients are reduced, block by block.
+
+travel_times(step, range(len(step.blocks)), gpu("H100"), Rates())[0].gather
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from megacpp.speed import collectives
+from megacpp.speed.hardware import GpuSpec, Rates
+from megacpp.speed.operators import memory_seconds
+
+if TYPE_CHECKING:
+    from megacpp.speed.step import BlockWork, StepWork
+
+# Seconds that kernels lose to a collective beside them, for each second that its bytes would take
+# inside a node: it takes SMs and memory bandwidth. From runs of one model with and without
+# recomputation (mpt-7b, mpt-13b on 8 to 64 H100): 0.4 to 0.7.
+SLOWED = 0.5
+
+
+class Travel(NamedTuple):
+    """Seconds to gather a block's parameters and to reduce its gradients.
+
+    `slows` are the seconds that each takes from kernels beside it, `copies` those of the copies
+    behind a gather and before a reduction.
+    """
+
+    gather: float
+    reduce: float
+    slows: tuple[float, float]
+    copies: tuple[float, float]
+
+
+def travel_times(
+    step: StepWork, numbers: Sequence[int], gpu: GpuSpec, rates: Rates
+) -> list[Travel]:
+    """Return the time of each numbered block's gather and reduction.
+
+    Args:
+        step: whose blocks they are.
+        numbers: of the blocks.
+        gpu: with the links.
+        rates: constants.
+    """
+    found: dict[tuple[float, float], Travel] = {}
+    for number in numbers:
+        block = step.blocks[number]
+        if (block.dense, block.experts) not in found:
+            found[block.dense, block.experts] = _travel(step, block, gpu, rates)
+    return [found[step.blocks[n].dense, step.blocks[n].experts] for n in numbers]
+
+
+def _travel(step: StepWork, block: BlockWork, gpu: GpuSpec, rates: Rates) -> Travel:
+    gather = reduce = out = back = held = 0.0
+    kind = "all_reduce" if step.data == "ddp" else "reduce_scatter"
+    for count, axis in ((block.dense, "data"), (block.experts, "expert_data")):
+        group = step.axes.get(axis)
+        if step.data == "none" or group is None or not count:
+            continue
+        inside = SLOWED * count * (1 - 1 / group.size) / (gpu.nvlink_gbs * gpu.nvlink_reached * 1e9)
+        reduce += collectives.seconds(kind, count * step.reduce_bytes, group, gpu)
+        copies, own = step.axes.get(f"{axis} copies"), count * step.reduce_bytes / group.size
+        reduce += collectives.seconds("all_reduce", own, copies, gpu) if copies else 0.0
+        back += inside * step.reduce_bytes * (2 if step.data == "ddp" else 1)
+        if step.data != "ddp":
+            gather += collectives.seconds("all_gather", count * step.gather_bytes, group, gpu)
+            out += inside * step.gather_bytes
+            held += count * (step.copied and group.size > 1)
+    passed = 2 * step.gather_bytes, step.gather_bytes + step.reduce_bytes
+    behind, before = (memory_seconds(held * size, gpu, rates) for size in passed)
+    return Travel(gather, reduce, (out, back), (behind, before))
