@@ -15,8 +15,10 @@ from megacpp.config.settings import setting
 from megacpp.data.compressors import compressor_lines
 from megacpp.data.held_out import shortfall
 from megacpp.data.prepare import Prepared, ensure_corpus
+from megacpp.data.sources import find_source
 from megacpp.data.spec import CorpusSpec
-from megacpp.urls import source_name
+from megacpp.errors import DataError, config_error
+from megacpp.urls import is_far, source_name
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,32 @@ def prepare(args: PrepareArgs) -> None:
     """Make a corpus: read a source, deduplicate, split, learn a tokenizer, write token shards."""
     with _ends_cleanly():
         prepared = ensure_corpus(args, args.folder(), args.force, args.workers)
+        if not prepared.made:
+            _check_source(args, prepared)
     if args.json:
         print(json.dumps(_prepared_json(prepared)))
     else:
         print("\n".join(_prepared_lines(prepared)))
+
+
+def _check_source(args: PrepareArgs, prepared: Prepared) -> None:
+    """Check that a corpus was made from the files that its source has today, by number and size.
+
+    Raises:
+        ConfigError: it was made from others.
+    """
+    then = prepared.index["source"]
+    if "bytes" not in then or is_far(args.source):
+        return
+    with contextlib.suppress(DataError):  # a corpus may outlive its source
+        now = find_source(args.source, args.globs, args.document_bytes)
+        if (len(now.files), now.total_bytes) != (then["files"], then["bytes"]):
+            rule = (
+                f"{prepared.path} was made from {then['files']:,} files of {then['bytes']:,} bytes,"
+                f" and now there are {len(now.files):,} of {now.total_bytes:,}"
+            )
+            fix = "--force rebuilds it, or choose another --out"
+            raise config_error("source", args.source, rule, fix)
 
 
 def inspect(args: InspectArgs) -> None:

@@ -108,6 +108,12 @@ def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False, workers: int
         raise config_error("out", out, "exists and is not a corpus", "choose another --out")
     given = _given(spec)
     source = find_source(spec.source, spec.globs, spec.document_bytes)
+    if spec.globs and Path(spec.source).is_file():
+        rule = f"{spec.source} is one file, and patterns choose files of a folder"
+        raise config_error("globs", " ".join(spec.globs), rule, "leave it out")
+    if spec.field and not source.has_records:
+        rule = f"no file of {spec.source} has records"
+        raise config_error("field", spec.field, rule, "leave it out")
     wanted = identity(spec, source, given.path if given else None)
     try:
         work = claim(final, wanted)
@@ -175,6 +181,7 @@ def _build(
         "source": {
             "description": source.description,
             "files": len(source.files),
+            "bytes": source.total_bytes,
             "notes": list(source.notes),
         },
         "documents": counts | {"kept": len(train) + len(held_out)},

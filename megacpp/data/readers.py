@@ -10,6 +10,7 @@ import gzip
 import importlib
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -117,6 +118,7 @@ def _json_lines(path: Path, field: str) -> Iterator[SourceDocument]:
     readers = {".zst": _zst_lines, ".gz": _gz_lines}
     lines = readers.get(path.suffix, _plain_lines)(path)
     for number, (raw, read_bytes) in enumerate(lines, start=1):
+        raw = raw.removeprefix(BOM_UTF8) if number == 1 else raw  # no part of the first record
         if not raw.strip():
             continue
         line = _utf8(raw)

@@ -51,6 +51,11 @@ class Source:
         files = tuple(self.remote.files[number] for number in numbers)
         yield from zip(numbers, replace(self.remote, files=files).fetched(), strict=True)
 
+    @property
+    def has_records(self) -> bool:
+        """Whether a file has records with fields."""
+        return bool(self.origin) or not all(map(_plain, self.files))
+
     def facts(self) -> Iterator[tuple[object, ...]]:
         """Yield names, sizes and times or tags of the files, which stand for their content."""
         if self.remote is not None:

@@ -79,7 +79,8 @@ class CorpusSpec:
                 raise error
         if not all(self.globs):
             raise config_error("globs", self.globs, "must name a pattern", "use *.h *.cpp")
-        for key, unset in (("vocab_size", 0), ("text_kind", "auto")):
+        learned = CorpusSpec.tokenizer_bytes
+        for key, unset in (("vocab_size", 0), ("text_kind", "auto"), ("tokenizer_bytes", learned)):
             if self.tokenizer and getattr(self, key) != unset:
                 rule = f"--tokenizer {self.tokenizer} brings its own"
                 raise config_error(key, getattr(self, key), rule, "leave it out")

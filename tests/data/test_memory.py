@@ -45,18 +45,21 @@ ensure_corpus(spec, Path(out), workers=1)
 
 
 def test_more_text_takes_no_more_memory(tmp_path: Path, record_property: Record) -> None:
-    """Six times the text: a peak higher by the documents' own bytes and at most one batch."""
+    """Nine times the text: a peak higher by the documents' own bytes and at most two batches.
+
+    Freed pages stay a program's, up to a batch, and either of the two may have it at its peak.
+    """
     peaks = []
-    for count in (1_000, 6_000):
+    for count in (1_000, 9_000):
         path = tmp_path / f"{count}.jsonl"
         with path.open("w") as file:
             for n in range(count):
                 words = " ".join(f"w{(n * i) % 4001}" for i in range(400))
                 file.write(json.dumps({"text": f"{n} {words}"}) + "\n")
         peaks.append(peak_bytes(PREPARE, path, tmp_path / f"out{count}"))
-    more = (tmp_path / "6000.jsonl").stat().st_size - (tmp_path / "1000.jsonl").stat().st_size
-    assert more > 10 * MB
-    limit = 5_000 * DOCUMENT_BYTES + BATCH_BYTES  # freed pages stay the program's: up to a batch
+    more = (tmp_path / "9000.jsonl").stat().st_size - (tmp_path / "1000.jsonl").stat().st_size
+    assert more > 16 * MB
+    limit = 8_000 * DOCUMENT_BYTES + 2 * BATCH_BYTES
     assert limit < more / 5
     assert peaks[1] - peaks[0] < limit
     record_property(

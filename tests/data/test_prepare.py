@@ -212,6 +212,20 @@ def test_other_arguments_need_force(spec: CorpusSpec, tmp_path: Path) -> None:
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
 
 
+def test_changed_texts_need_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [f"int f{n}(int a) {{ return a * {n * n}; }}\n" * 9 for n in range(6)]
+    source, out = write_folder(tmp_path / "texts", texts), tmp_path / "out"
+    words = ["data", "prepare", str(source), "--out", str(out), "--vocab-size", "300"]
+    assert main(words) == 0 and main(words) == 0
+    assert f"{out} is there" in capsys.readouterr().out
+    (source / "new.txt").write_text("int main() {}\n")
+    assert main(words) == 2
+    assert f"source={source}: {out} was made from 6 files of" in capsys.readouterr().err
+    assert main([*words, "--force"]) == 0
+    shutil.rmtree(source)
+    assert main(words) == 0  # a corpus outlives its source
+
+
 def test_the_index_has_the_command_that_makes_it_again(spec: CorpusSpec, tmp_path: Path) -> None:
     odd = dataclasses.replace(spec, globs=("*.h", "a b/*.x"), fim_rate=0.25, text_kind="prose")
     first = ensure_corpus(odd, tmp_path / "out").index
@@ -286,6 +300,11 @@ def test_two_processes_at_once(
             {"tokenizer": "t", "vocab_size": 0, "text_kind": "prose"},
             r"text_kind=prose: --tokenizer t brings its own",
         ),
+        (
+            {"tokenizer": "t", "vocab_size": 0, "tokenizer_bytes": 9},
+            r"tokenizer_bytes=9: --tokenizer t brings its own",
+        ),
+        ({"field": "text"}, r"field=text: no file of .* has records"),
     ],
 )
 def test_bad_arguments(change: dict, message: str, spec: CorpusSpec, tmp_path: Path) -> None:

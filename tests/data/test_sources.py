@@ -10,7 +10,7 @@ from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.readers import SourceDocument
 from megacpp.data.shards import fingerprint
 from megacpp.data.sources import TORCH_HEADERS, find_source, read_items
-from megacpp.errors import DataError
+from megacpp.errors import ConfigError, DataError
 from tests.figures import Record
 
 
@@ -47,6 +47,15 @@ def test_the_default_source_is_in_the_installed_torch() -> None:
     assert len(source.files) > 1000
     assert {f.suffix for f in source.files} <= {".h", ".hpp", ".cuh", ".cpp", ".cu"}
     assert source.description.startswith("torch ")
+
+
+def test_patterns_are_for_folders_and_fields_for_records(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    with pytest.raises(ConfigError, match=r"globs=\*\.txt: .*a\.txt is one file"):
+        ensure_corpus(CorpusSpec(str(tmp_path / "a.txt"), globs=("*.txt",)), tmp_path / "out")
+    assert not find_source(str(tmp_path)).has_records
+    write_jsonl(tmp_path / "b.jsonl", ["two"])
+    assert find_source(str(tmp_path)).has_records
 
 
 def test_folder_with_globs(tmp_path: Path) -> None:
@@ -86,6 +95,12 @@ def test_invalid_utf8_comes_as_none(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "\xff"}\n\n{"text": "\\ud800"}\n{"text": "ok"}\n')
     assert texts(path) == [None, None, "ok"]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": "two"}\n')
+    assert texts(path) == ["one", "two"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.zst", "parquet"])
