@@ -10,6 +10,7 @@ from pathlib import Path
 from megacpp.config.settings import setting
 from megacpp.report.compare import comparison, differences
 from megacpp.report.data import gather
+from megacpp.report.files import runs_among
 from megacpp.report.page import page
 from megacpp.state.local_copy import local_copy
 from megacpp.terminal.screen import check_writable
@@ -36,11 +37,12 @@ def report(args: ReportArgs) -> int:
     compare.html, in the current folder, shows their curves together, totals, and settings that
     differ.
     """
-    folders = [Path(local_copy(word, "run", "records")) for word in args.run]
+    words = {Path(local_copy(word, "run", "records")): word for word in args.run}
+    folders = runs_among(list(words))
     out = check_writable("out", Path(args.out)) if args.out and not args.json else None
     runs = [
-        gather(folder) | ({"folder": word} if is_url(word) else {})
-        for folder, word in zip(folders, args.run, strict=True)
+        gather(folder) | ({"folder": words[folder]} if is_url(words[folder]) else {})
+        for folder in folders
     ]
     alone = len(runs) == 1
     if args.json:

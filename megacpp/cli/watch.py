@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp.config.settings import setting
-from megacpp.report.files import run_folder
+from megacpp.report.files import runs_among
 from megacpp.run.vitals import LATE_S, vitals
 from megacpp.terminal.screen import columns, duration
 
@@ -35,7 +35,7 @@ def watch(args: WatchArgs) -> int:
     file system. A run whose process was killed is said to be. The command ends when all runs have,
     or on Ctrl-C.
     """
-    folders = [run_folder(Path(word)) for word in args.run]
+    folders = runs_among([Path(word) for word in args.run])
     live = sys.stdout.isatty() and not args.once
     drawn = 0
     while True:

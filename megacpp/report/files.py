@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,27 @@ def run_folder(folder: Path) -> Path:
     """
     if not folder.is_dir():
         raise config_error("run", folder, "no such run folder", "give the folder of a run")
-    if not ((folder / LAUNCH).exists() or (folder / STEPS).exists()):
+    if not _is_run(folder):
         rule = f"neither {LAUNCH} nor {STEPS} is there"
         raise config_error("run", folder, rule, "give the folder of a run (--run.dir)")
     return folder
+
+
+def runs_among(folders: Sequence[Path]) -> list[Path]:
+    """Return the folders of runs among folders, as `runs/*` names others; say which are left out.
+
+    Raises:
+        ConfigError: a folder isn't there, or none is a run's.
+    """
+    kept = [folder for folder in folders if _is_run(folder) or not folder.is_dir()] or folders
+    for folder in folders:
+        if folder not in kept:
+            print(f"note: {folder} is left out: it holds no run", file=sys.stderr)
+    return [run_folder(folder) for folder in kept]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / LAUNCH).exists() or (folder / STEPS).exists()
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -354,4 +354,10 @@ def test_several_runs_side_by_side(
         assert kinds == ["s0 raw", "s0 line", "s1 raw", "s1 line"]
     assert main(["report", str(folder), str(other), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["differences"] == {"optim.lr": [0.003, 0.5]}
+    (tmp_path / "calibration").mkdir()  # as `runs/*` names it
+    capsys.readouterr()
+    assert main(["report", str(folder), str(tmp_path / "calibration"), "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["folder"] == str(folder) and "holds no run" in told.err
+    assert main(["report", str(tmp_path / "calibration")]) == 2
     assert main(["report", str(folder), str(tmp_path / "gone")]) == 2

@@ -64,4 +64,6 @@ def test_held_out_rows_without_a_label_have_no_loss(home: Path, labels: list[int
     assert last["loss"] is None and last["bits_per_byte"] is None
     assert (home / "straight/final").is_dir()
     assert main(["report", str(home / "straight")]) == 0
-    assert main(["export", str(home / "straight"), "--out", str(home / "hf"), "--to", "hf-code"]) == 0
+    assert (
+        main(["export", str(home / "straight"), "--out", str(home / "hf"), "--to", "hf-code"]) == 0
+    )

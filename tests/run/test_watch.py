@@ -58,6 +58,9 @@ def test_a_run_in_two_or_three_lines(run: Path, capsys: pytest.CaptureFixture[st
     assert main(["watch", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["checkpoint"] == "step-000020"
     assert main(["watch", str(run / "none")]) == 2
+    (run / "calibration").mkdir()
+    assert main(["watch", str(run), str(run / "calibration"), "--once"]) == 0
+    assert f"note: {run / 'calibration'} is left out: it holds no run" in capsys.readouterr().err
 
 
 def test_on_a_terminal_runs_are_drawn_anew_until_they_end(run: Path) -> None:
