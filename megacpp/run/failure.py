@@ -22,7 +22,7 @@ from megacpp.run.hang import HangWatch
 from megacpp.run.rank_store import RankStore
 from megacpp.state.published import latest_checkpoint
 from megacpp.state.remote import url_of
-from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, nobody_reads
+from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, end_on_interrupt, nobody_reads
 
 DISK = 4  # the code of a checkpoint that can't be saved
 # Errors of a run folder that is full, was mounted read-only, or is gone.
@@ -64,6 +64,7 @@ def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> 
     folder, peers = Path(resolved.config.run.dir), None
     first = os.environ.get("RANK", "0") == "0"
     try:
+        end_on_interrupt(at_once=False)
         peers = RankStore()
         limits = hang_limits(resolved.config.run.timeout)
         with HangWatch(peers, limits, folder, partial(_hung, peers)):

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -23,6 +24,16 @@ def show_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def end_on_interrupt(at_once: bool) -> None:
+    """Let Ctrl-C end the process without a word, as while torch is imported, or raise as usual.
+
+    An interrupt that is ignored, as behind `nohup`, stays so.
+    """
+    raising, ending = signal.default_int_handler, signal.SIG_DFL
+    if signal.getsignal(signal.SIGINT) == (raising if at_once else ending):
+        signal.signal(signal.SIGINT, ending if at_once else raising)
 
 
 def nobody_reads(error: BaseException) -> bool:

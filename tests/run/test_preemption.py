@@ -103,3 +103,20 @@ def test_a_run_that_is_told_to_stop_saves(
         assert all(one[key] == two[key] for key in ("step", "loss", "grad_norm", "lr"))
     record_property("runs ended by SIGTERM saved their last step and went on bit for bit", 1)
     record_property("slowest end, seconds", took_s)
+
+
+def test_an_interrupt_while_torch_is_imported_ends_without_a_word(tmp_path: Path) -> None:
+    """Libraries print a traceback, or swallow the interrupt and go on."""
+    words = [sys.executable, str(ROOT / "train.py"), "tiny", "--run.dir", str(tmp_path / "run")]
+    done = subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        maps = Path(f"/proc/{done.pid}/maps")
+        until(lambda: "libtorch" in maps.read_text(), done)
+        done.send_signal(signal.SIGINT)
+        said = done.communicate(timeout=60)[0]
+    finally:
+        done.kill()
+    assert said == "" and done.returncode == -signal.SIGINT
+    assert not (tmp_path / "run").exists()
