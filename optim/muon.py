@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from megacpp.dtensor import local_part
-from optim.exchange import (
-    AsyncAllToAll,
-    CommBucket,
-    JobSlice,
-    LocalJobs,
-    PackedBuffer,
-    SolveBatch,
-)
+from optim.exchange import AsyncAllToAll, CommBucket, JobSlice, LocalJobs, PackedBuffer, SolveBatch
 from optim.muon_plan import Exchange, MuonPlan
 from optim.newton_schulz import (
     iteration_dtype,

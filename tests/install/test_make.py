@@ -114,7 +114,11 @@ def test_uv_installs_and_runs_the_checkout(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, clone)
 
     def uv(*words: str) -> str:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("UV_", "VIRTUAL_ENV"))}
+        clean = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("UV_", "VIRTUAL_ENV", "PYTHONPATH"))
+        }
         command = [find_uv_bin(), *words]
         done = subprocess.run(command, cwd=clone, capture_output=True, text=True, env=clean)
         assert done.returncode == 0, done.stderr
