@@ -92,6 +92,8 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("train --nproc 0", 2, "nproc=0: ", "use --nproc 1 or more"),
     ("train --nproc 131073", 2, "nproc=131073: ", "must be at most 131072. Fix: use --nproc 1."),
     ("train --nproc x", 2, "nproc=x: ", "whole number"),
+    ("train tiny --nproc-per-node 2", 2, "--nproc-per-node: ", "use --nproc N"),
+    ("train tiny --nproc_per_node=2", 2, "--nproc_per_node=2: ", "use --nproc 2"),
     ("train --nnodes 0", 2, "nnodes=0: ", "from 1 to 1024"),
     ("train --nnodes 2000", 2, "nnodes=2000: ", "from 1 to 1024"),
     ("train --nnodes 2", 2, "nnodes=2: ", "a place to meet"),

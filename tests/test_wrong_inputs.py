@@ -185,6 +185,11 @@ WRONG: list[tuple[str, str, str]] = [
     ),
     ("tiny --train.device-batch-size 0", "train.device_batch_size=0", "at least 1"),
     ("tiny --train.tokens-per-step 5000", "train.tokens_per_step=5000", "step 4096 or 6144."),
+    (  # as a run is resumed on twice the ranks: half the rows of each keep the batch
+        "tiny --train.tokens-per-step 1024 --train.device-batch-size 8",
+        "train.tokens_per_step=1024",
+        "use --train.device-batch-size 2, or --train.tokens-per-step 4096 or 8192.",
+    ),
     (
         "tiny --train.tokens-per-step 8192 --train.grad-accum 3",
         "train.grad_accum=3",

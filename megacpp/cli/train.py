@@ -48,6 +48,9 @@ def train(args: TrainArgs, words: list[str]) -> int:
     It equals `torchrun ... train.py PRESET ...`, with less output when something is wrong. Data and
     run folders are relative to the current folder. Recipes for clusters: docs/launch.
     """
+    if named := [w for w in words if w.replace("_", "-").startswith("--nproc-per-node")]:
+        value = named[0].partition("=")[2] or "N"
+        raise ConfigError(f"{named[0]}: is torchrun's name of it. Fix: use --nproc {value}.")
     options, world = launch_words(args, words)
     parse_run(words, world, resumes=True)
     script = HOME / "train.py"

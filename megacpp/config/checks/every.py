@@ -119,11 +119,14 @@ def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
         )
     elif train.tokens_per_step and train.tokens_per_step % per_micro:
         low = max(1, train.tokens_per_step // per_micro) * per_micro
+        all_rows, rest = divmod(train.tokens_per_step, per_micro // rows)
+        fewer = math.gcd(all_rows, rows)  # as on more ranks than before
+        fix = "use " if rest else f"use train.device_batch_size={fewer}, or "
         yield config_error(
             "train.tokens_per_step",
             train.tokens_per_step,
             f"must be a multiple of device_batch_size * seq_len * data ranks ({per_micro})",
-            f"use {low} or {low + per_micro}",
+            f"{fix}train.tokens_per_step={low} or {low + per_micro}",
         )
     elif (
         train.tokens_per_step
