@@ -76,8 +76,8 @@ FAMILIES = {
         "llm-foundry", EAGER, {"A100": "triton", "H100": "triton", "B200": "flash2"},
         reduce_bytes=2.0, adam_bytes=70.0, copied=26.0,
     ),
-    "torchtitan-eager": Family("torchtitan-eager", SEPARATE, FLASH2, copied=14.0),
-    "torchtitan-compile": Family("torchtitan-compile", COMPILED, FLASH2, copied=14.0),
+    "torchtitan-eager": Family("torchtitan-eager", SEPARATE, FLASH2),
+    "torchtitan-compile": Family("torchtitan-compile", COMPILED, FLASH2),
     "megatron-2021": Family(
         "megatron-2021", OLD, {"A100": "unfused", "H100": "unfused", "B200": "unfused"},
         data="ddp", overlapped=False, reduce_bytes=2.0, adam_bytes=46.0, added=True,

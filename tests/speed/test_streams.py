@@ -235,9 +235,9 @@ def test_fsdp2_copies_what_it_gathers_and_what_it_reduces() -> None:
     """Read and write of 1e7 numbers at 1 TB/s: 2 bytes each behind a gather, 2 and 4 to reduce."""
     block = BlockWork("F", (Passes(1e9),), (Passes(2e9),), (), (), dense=1e7)
     data = {"data": AxisSpread(8, 8)}
-    for reshard, gathers in ((True, 3), (False, 2)):
-        step = StepWork([block], data, 2, "fsdp", copied=True, reshard=reshard)
-        copied = (gathers * 4e7 + 6e7) / 1e12
+    for reshard, gathers in ((True, 4 + 2), (False, 2 + 2)):  # the last isn't gathered again
+        step = StepWork([block] * 2, data, 2, "fsdp", copied=True, reshard=reshard)
+        copied = (gathers * 4e7 + 2 * 6e7) / 1e12
         assert predict(step, PLAIN, Rates()).parts["copied data"] == pytest.approx(copied)
         plain = predict(replace(step, copied=False), PLAIN, Rates())
         assert predict(step, PLAIN, Rates()).step_s - plain.step_s == pytest.approx(copied)
