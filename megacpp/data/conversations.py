@@ -33,6 +33,9 @@ SIMPLE = (
 MARK = "\ufdd0"  # a noncharacter, set into special tokens that a message spells
 GENERATION = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")  # tags of transformers alone
 FIX = 'Fix: write {"messages": [{"role": "user", "content": "..."}, ...]} a line'
+# Fields of a message that would change what is learned.
+UNREAD = ("tool_calls", "function_call", "reasoning_content")
+DROP = "Fix: write it into the content, or drop the line"
 
 Message = dict[str, str]
 
@@ -50,9 +53,12 @@ def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
         where: file and line, for messages.
 
     Raises:
-        DataError: not a list of roles and texts, or no answer among them.
+        DataError: not a list of roles and texts, no answer among them, or fields that change what
+            is to be learned and aren't read.
     """
     found = record.get("messages")
+    if record.get("tools"):
+        raise DataError(f"{where}: has tools, which aren't read. {DROP}.")
     if "messages" not in record:
         roles = {"user": record["prompt"], "assistant": record["completion"]}
         found = [{"role": role, "content": text} for role, text in roles.items()]
@@ -63,6 +69,9 @@ def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
         pair = [one.get(key) for key in ("role", "content")] if isinstance(one, dict) else [None]
         if not all(isinstance(text, str) and MARK not in text for text in pair):
             raise DataError(f"{where}: message {number} has no text `role` and `content`. {FIX}.")
+        assert isinstance(one, dict)
+        if more := [key for key in UNREAD if one.get(key)] + ["weight"] * (one.get("weight") == 0):
+            raise DataError(f"{where}: message {number} has {more[0]}, which isn't read. {DROP}.")
         messages.append(dict(zip(("role", "content"), pair, strict=True)))
     if all(one["role"] != "assistant" for one in messages):
         raise DataError(f"{where}: has no message of the assistant to learn. Fix: drop the line.")

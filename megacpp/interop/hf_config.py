@@ -25,6 +25,10 @@ ALIASES = (("num_experts", "num_local_experts", "n_routed_experts"),)
 INTERLEAVE = "rope_interleave"  # of rows of queries and keys; true where a file lacks it
 
 
+# Errors of rules that read a value of another type or size than a class has.
+ODD = (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
+
+
 @dataclass(frozen=True)
 class HFConfig:
     """Config.json of a folder.
@@ -73,6 +77,11 @@ def read_hf_config(folder: Path) -> HFConfig:
         if wrong.value == "":
             fix = "give the config.json that belongs to the weights"
         raise _refused(path, wrong.key, wrong.value, wrong.rule, fix) from None
+    except ODD as error:
+        raise CheckpointError(
+            f"{path}: a value isn't of the kind that {kind} has ({type(error).__name__}: {error}). "
+            "Fix: compare the file with that of a published model."
+        ) from None
     model = _made(read)
     if OURS in given:
         model = _own(path, one, given, read)

@@ -1,7 +1,6 @@
 """Keys of config.json and our settings, both ways; no torch import here.
 
-A rule writes keys from a model, and reads settings from keys (with a class's defaults filled in).
-Settings are dotted below `model`.
+A rule writes keys from a model, and reads settings, dotted below `model`, from keys and defaults.
 """
 
 from __future__ import annotations
@@ -160,11 +159,10 @@ def to_rope(model: ModelConfig) -> dict[str, Any]:
             slow: yarn.beta_slow,
             "original_max_position_embeddings": yarn.original_seq_len,
         }
-        if yarn.ramp == "turns":
-            pass  # it has no temperature
-        elif a.kind == "mla":
+        if a.kind == "mla" and yarn.ramp == "pairs":  # turns have no temperature
             scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale}
-        else:
+            scaling |= {} if yarn.mscale else {"attention_factor": 1.0}  # transformers: 0 is none
+        elif yarn.ramp == "pairs":
             scaling["attention_factor"] = 0.1 * yarn.mscale * math.log(yarn.factor) + 1.0
     theta = {"rope_theta": a.rope_theta}
     return {
@@ -192,32 +190,47 @@ def from_rope(values: Values) -> dict[str, Any]:
         name = "rope_type" if kind != "yarn" else "truncate"
         rule = "must be default, llama3 or yarn, truncated"
         raise WrongKeyError(name, rope.get(name, kind), rule)
-    factor, length = float(rope["factor"]), values["max_position_embeddings"]
+    factor, length = float(needed(rope, "factor")), values["max_position_embeddings"]
+    if factor <= 1:
+        raise WrongKeyError("factor", factor, "must be above 1")
     original = rope.get("original_max_position_embeddings") or length
-    if values.get("kv_lora_rank"):
-        mscale, other = rope.get("mscale"), rope.get("mscale_all_dim")
-        if mscale is None or mscale != other:
-            raise WrongKeyError("mscale", mscale, f"must equal mscale_all_dim ({other})")
-    else:
-        scale = rope.get("attention_factor")
-        mscale = 1.0 if scale is None else (scale - 1.0) / (0.1 * math.log(factor))
+    scale, mscale = _temperature(rope, factor), rope.get("mscale_all_dim") or 0.0
+    if not values.get("kv_lora_rank"):
+        mscale = (scale - 1.0) / (0.1 * math.log(factor))
+    elif scale != 1.0:  # which scales rotated dims alone
+        if (given := rope.get("attention_factor")) is not None:
+            raise WrongKeyError("attention_factor", given, "must be 1")
+        raise WrongKeyError("mscale", rope.get("mscale"), f"must equal mscale_all_dim ({mscale})")
     return found | {
         "attention.yarn.factor": factor,
-        "attention.yarn.beta_fast": int(rope.get("beta_fast") or 32),
-        "attention.yarn.beta_slow": int(rope.get("beta_slow") or 1),
+        "attention.yarn.beta_fast": _whole(rope, "beta_fast", 32),
+        "attention.yarn.beta_slow": _whole(rope, "beta_slow", 1),
         "attention.yarn.original_seq_len": original,
-        "attention.yarn.mscale": float(mscale),
+        "attention.yarn.mscale": mscale,
         "attention.max_seq_len": max(length, math.ceil(original * factor)),
     }
+
+
+def _temperature(rope: Values, factor: float) -> float:
+    """Return what YaRN multiplies rotated queries and keys by, as transformers finds it."""
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
+    above, below = (above, below) if above and below else (1.0, 0.0)
+    return (0.1 * above * math.log(factor) + 1.0) / (0.1 * below * math.log(factor) + 1.0)
+
+
+def _whole(rope: Values, name: str, otherwise: int) -> int:
+    if (value := rope.get(name) or otherwise) != int(value):
+        raise WrongKeyError(name, value, "must be a whole number")
+    return int(value)
 
 
 def _from_turns(rope: Values, length: int) -> dict[str, Any]:
     """Return the settings of Llama 3's scaling."""
     original, found = needed(rope, "original_max_position_embeddings"), {}
     for name, key in zip(TURNS["turns"], TURNS["pairs"], strict=True):
-        if needed(rope, name) != int(rope[name]):
-            raise WrongKeyError(name, rope[name], "must be a whole number")
-        found[f"attention.yarn.{key}"] = int(rope[name])
+        found[f"attention.yarn.{key}"] = _whole(rope, name, needed(rope, name))
     if length <= original:
         raise WrongKeyError("max_position_embeddings", length, f"must be above {original}")
     return found | {

@@ -145,6 +145,8 @@ def load_weights(
         _verify(source, rank, world)
         for link in source.links[rank::world]:
             _check_zeros(source, link)
+        if rank == 0:
+            _check_tied(source)
     with agreed(f"{folder}: cannot be loaded", "give another --checkpoint.init"):
         where = _by_tensor(source.links)
         tensors = model_tensors(model).items()
@@ -251,6 +253,22 @@ def _check_zeros(source: WeightsSource, link: Link) -> None:
             )
 
 
+def _check_tied(source: WeightsSource) -> None:
+    """Raise CheckpointError if the head of a model with tied weights isn't the embedding."""
+    head, embed, stored = "lm_head.weight", "model.embed_tokens.weight", source.stored
+    if head not in source.unused or embed not in stored.shapes:
+        return
+    same = stored.shapes[head] == (shape := stored.shapes[embed])
+    for some_R in torch.arange(shape[0]).split(max(1, AT_ONCE // shape[1])) if same else ():
+        every = slice(None)
+        same &= torch.equal(*(_read(stored, name, some_R, every) for name in (head, embed)))
+    if not same:
+        raise CheckpointError(
+            f"{source.place.folder}: config.json says tie_word_embeddings, and {head} isn't the "
+            "embedding. Fix: set it to false there, or remove the tensor."
+        )
+
+
 def _unheld(link: Link) -> tuple[Tensor, slice]:
     """Return rows `[R]` of a tensor of the folder, and their columns, that none of ours holds."""
     rows_R = torch.arange(rows_in(link.shape))
@@ -311,7 +329,13 @@ def _copy_rows(
     there = rows_S[mine_S] - held.first + held.start
     if (inverse := held.link.rows_of_ours()) is not None:
         there = inverse[there]
-    values = held.link.ours(_read(stored, held.link.name, there, columns)).to(into_SW)
+    values = held.link.ours(_read(stored, held.link.name, there, columns)).to(into_SW.dtype)
+    if not bool(values.isfinite().all()):
+        raise CheckpointError(
+            f"{stored.folder}: {held.link.name} has numbers that aren't finite in "
+            f"{values.dtype}. Fix: take another model."
+        )
+    values = values.to(into_SW.device)
     if bool(mine_S.all()):
         into_SW.copy_(values)
     else:

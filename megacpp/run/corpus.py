@@ -125,7 +125,8 @@ def vocabulary_lines(config: Config, corpus: RunCorpus) -> list[str]:
     if ids >= rows:
         return []
     fewer = _rows(config, corpus)
-    hint = f" (--model.vocab-size {fewer})" if fewer < rows else ""
+    given = config.checkpoint.init  # whose rows can't be left out
+    hint = f" (--model.vocab-size {fewer})" if fewer < rows and not given else ""
     return [f"  the corpus has {ids:,} ids, the model {rows:,}: {rows - ids:,} rows unused{hint}"]
 
 

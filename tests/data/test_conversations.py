@@ -364,6 +364,9 @@ def test_a_damaged_mask_is_found(path: Path, tmp_path: Path) -> None:
     assert fingerprint(index) != before
 
 
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+
+
 def made(tmp_path: Path, *records: object, **settings: object) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text("\n".join(json.dumps(record) for record in records))
@@ -380,6 +383,9 @@ def made(tmp_path: Path, *records: object, **settings: object) -> None:
         ({"messages": ["hi"]}, "message 1 has no text"),
         ({"messages": TALK[:2]}, "no message of the assistant"),
         ({"prompt": "hi", "completion": None}, "message 2 has no text"),
+        ({"messages": [*TALK[:2], CALL]}, "message 3 has tool_calls, which isn't read"),
+        ({"messages": [TALK[2] | {"weight": 0}]}, "message 1 has weight, which isn't read"),
+        ({"messages": TALK, "tools": [{"name": "f"}]}, "has tools, which aren't read"),
         ({"text": "hello"}, "2 of 3 documents are conversations"),
     ],
 )

@@ -69,6 +69,11 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("Llama", COMMON, {}),
     "llama_wide_heads": ("Llama", {**COMMON, "head_dim": 12, "rope_theta": 5e5}, {}),
     "llama_yarn": ("Llama", {**COMMON, "rope_parameters": YARN}, {}),
+    "llama_yarn_mscale": (
+        "Llama",
+        {**COMMON, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
+        {},
+    ),
     "llama3": ("Llama", {**COMMON, "rope_parameters": LLAMA3}, {}),
     "qwen2": ("Qwen2", COMMON, {}),
     "mistral": ("Mistral", {**COMMON, "sliding_window": None}, {}),
@@ -292,6 +297,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
         "truncate=False",
     ),
+    "fewer turns": ({"rope_scaling": {**YARN, "beta_slow": 1.5}}, "beta_slow=1.5"),
+    "no factor": ({"rope_scaling": {"rope_type": "yarn"}}, "factor=: is missing"),
+    "shorter": ({"rope_scaling": {**YARN, "factor": 0.5}}, "factor=0.5"),
+    "temperature of a latent": (
+        {
+            **DEEPSEEK,
+            "model_type": "deepseek_v3",
+            "rope_parameters": {
+                **YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "attention_factor": 1.3,
+            },
+        },
+        "attention_factor=1.3",
+    ),
     "bias": ({"attention_bias": True}, "attention_bias=True"),
     "mlp bias": ({"mlp_bias": True}, "mlp_bias=True"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act=gelu"),
@@ -341,6 +362,22 @@ def test_a_key_that_no_setting_expresses_is_named(what: str, tmp_path: Path, cap
     said = capsys.readouterr().err
     assert said.startswith(f"error: {tmp_path / 'config.json'}: {words}") and said.count("\n") == 1
     assert "Fix: " in said
+
+
+ODD_VALUES: dict[str, dict[str, Any]] = {
+    "a word for a number": {"num_hidden_layers": "3"},
+    "no layer": {"num_hidden_layers": 0},
+    "rope is a list": {"rope_parameters": [1]},
+    "factor is a word": {"rope_scaling": {**YARN, "factor": "two"}},
+}
+
+
+@pytest.mark.parametrize("what", ODD_VALUES)
+def test_odd_values_are_one_line(what: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **ODD_VALUES[what]}))
+    assert main(["show", "--from", str(tmp_path)]) in (2, 4)
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and "Fix: " in said
 
 
 @pytest.mark.parametrize("one", CLASSES, ids=lambda one: one.model_type)

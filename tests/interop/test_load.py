@@ -238,6 +238,16 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = {
         lambda t: t.update({Q: t[Q][:-1].clone()}),
         f"{Q} is [31, 24], the model needs [32, 24]",
     ),
+    "not finite": (
+        "qwen3_tied",
+        lambda t: t["model.embed_tokens.weight"][3, 2:3].fill_(float("nan")),
+        "model.embed_tokens.weight has numbers that aren't finite in torch.float32",
+    ),
+    "another head": (
+        "qwen3_tied",
+        lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}),
+        "config.json says tie_word_embeddings, and lm_head.weight isn't the embedding",
+    ),
     "gate of attention": (
         "qwen3_next",
         lambda t: t[Q][8].fill_(1e-3),
