@@ -115,7 +115,7 @@ class TrainConfig:
     )
     batch_warmup_steps: int = setting(
         0,
-        "Steps over which grad_accum grows from an eighth to all of it (0: none).",
+        "Steps over which grad_accum, which a mesh decides, grows from an eighth (0: none).",
         "steps",
         at_least=0,
         at_most=1_000_000,  # the schedule enumerates every step

@@ -16,8 +16,9 @@ from megacpp.config.mix import (
 from megacpp.config.schema import Config
 from megacpp.data.corpus import Corpus
 from megacpp.data.mixture import Mixture
-from megacpp.data.shards import INDEX
+from megacpp.data.shards import INDEX, TOKENIZER
 from megacpp.data.sources import TORCH_HEADERS, find_source
+from megacpp.data.specials import CONFIG, config_values, read_config
 from megacpp.errors import DataError, config_error
 from megacpp.urls import is_far
 
@@ -84,7 +85,12 @@ def _open(config: Config, path: Path, verify: bool) -> Corpus:
         found = f"holds no {INDEX}, so it is not a corpus" if path.is_dir() else "no such folder"
         where = f"{data_setting(config.data)}: {path}" if config.data.mix else f"data.path={path}"
         raise DataError(f"{where}: {found}. Fix: run `{prepare_command(config, path)}`.")
-    return Corpus(path, config.data.seq_len, config.run.seed, verify)
+    corpus = Corpus(path, config.data.seq_len, config.run.seed, verify)
+    if not config_values(read_config(path / TOKENIZER)):  # which no hash is kept of
+        raise DataError(
+            f"{path / CONFIG}: is missing or damaged. Fix: run `{prepare_command(config, path)}`."
+        )
+    return corpus
 
 
 def prepare_command(config: Config, path: Path) -> str:

@@ -75,7 +75,9 @@ def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> 
                     peers.writer.finish()
         _uploaded(peers, resolved)
         sys.stdout.flush()
-        _ended(peers, 0, "all steps are done")
+        steps, until = resolved.config.run.steps, resolved.config.run.until
+        left = f"left after step {until} of {steps} (run.until), nothing was saved"
+        _ended(peers, 0, left if until and until < steps else "all steps are done")
         if "WORLD_SIZE" in os.environ:
             _leave(0)  # process groups aren't destroyed: no work is left that could fail
     except PreemptedError as left:

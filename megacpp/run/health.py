@@ -22,10 +22,11 @@ def budget_spent(config: Config, folder: Path) -> NonFiniteError:
         config: configuration of the run.
         folder: folder of checkpoints; none is saved between the first of these steps and the end.
     """
+    again = "resume from that checkpoint" if newest_sound(folder) else "start again"
     return NonFiniteError(
         f"train.max_skips={config.train.max_skips}: so many steps in a row were left out or had "
         f"values that are not finite; {_before(folder)}. Fix: lower optim.lr ({config.optim.lr:g}) "
-        "or raise optim.warmup_steps, and resume from a checkpoint with sound weights."
+        f"or raise optim.warmup_steps, and {again}."
     )
 
 

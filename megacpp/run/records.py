@@ -16,6 +16,7 @@ Records observe the run; only a rewind changes its state.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -147,13 +148,16 @@ class Records:
         if status.audit_s is not None:
             say([f"step {step + 1}: gradients computed again in {status.audit_s:.3g} s"])
         if status.trouble:
-            fate = "left out" if not status.healthy else "taken with zeros instead"
-            where = self.where() or "no rank's gradients before the reduction"
-            say([f"step {step + 1}: {fate}: {status.trouble} ({where})"])
+            fate, where = "left out" if not status.healthy else "taken with zeros instead", ""
+            if not status.clean:
+                where = f" ({self.where() or 'no rank has them before the reduction'})"
+            say([f"step {step + 1}: {fate}: {status.trouble}{where}"])
         record = StepRecord(
             step=step,
             loss=status.loss,
-            bits_per_byte=bits_per_byte(status.nll_sum, status.target_bytes),
+            bits_per_byte=bits_per_byte(status.nll_sum, status.target_bytes)
+            if status.valid_tokens
+            else math.nan,
             grad_norm=status.grad_norm,
             lr=lr,
             tokens=status.tokens,

@@ -162,6 +162,5 @@ def check_folder(key: str, path: Path) -> None:
     """
     there = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise config_error(
-            key, path, f"can't be made below {there}", "choose a folder you may write"
-        )
+        rule = "may not be written" if there == path else f"can't be made below {there}"
+        raise config_error(key, path, rule, "choose a folder you may write")

@@ -119,3 +119,15 @@ def test_a_shard_that_is_removed_stays_for_the_run_that_has_it_open(
     same_run(folder, twin)
     done = run(damaged, folder, 1)
     assert done.returncode == 3 and f"error: {shard}: " in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("text", ["", '{"eos_token": '])
+def test_a_damaged_tokenizer_config_is_found_at_the_start(
+    corpus: Path, tmp_path: Path, text: str
+) -> None:
+    """It is copied beside the final weights, and no hash is kept of it."""
+    path = shutil.copytree(corpus, tmp_path / "corpus") / "tokenizer_config.json"
+    path.write_text(text) if text else path.unlink()
+    done = run(path.parent, tmp_path / "run", 1)
+    assert done.returncode == 3 and f"{path}: is missing or damaged. Fix: " in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

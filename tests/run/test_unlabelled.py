@@ -44,7 +44,8 @@ def test_a_run_may_end_on_a_step_without_a_label(home: Path, labels: list[int]) 
     last = next(n for n, count in enumerate(labels) if not count and any(labels[:n]))
     done = start(home, "ends", "--run.steps", str(last + 1), "--checkpoint.every", "1")
     assert done.returncode == 0, done.stderr
-    assert f"step {last + 1}: left out: no label counts" in done.stdout
+    assert f"step {last + 1}: left out: no label counts\n" in done.stdout
+    assert records(home / "ends")[last]["bits_per_byte"] is None
     assert (home / "ends/final").is_dir()
     assert (home / "ends/checkpoints" / f"step-{last + 1:06}").is_dir()
 
