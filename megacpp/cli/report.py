@@ -38,8 +38,8 @@ def report(args: ReportArgs) -> int:
     differ.
     """
     words = {Path(local_copy(word, "run", "records")): word for word in args.run}
-    folders = runs_among(list(words))
     out = check_writable("out", Path(args.out)) if args.out and not args.json else None
+    folders = runs_among(list(words))
     runs = [
         gather(folder) | ({"folder": words[folder]} if is_url(words[folder]) else {})
         for folder in folders
