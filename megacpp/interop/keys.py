@@ -206,7 +206,7 @@ def from_rope(values: Values) -> dict[str, Any]:
         "attention.yarn.beta_fast": _whole(rope, "beta_fast", 32),
         "attention.yarn.beta_slow": _whole(rope, "beta_slow", 1),
         "attention.yarn.original_seq_len": original,
-        "attention.yarn.mscale": mscale,
+        "attention.yarn.mscale": float(mscale),
         "attention.max_seq_len": max(length, math.ceil(original * factor)),
     }
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megacpp.config.mix import data_setting
 from megacpp.config.schema import Config
 from megacpp.errors import DataError, NonFiniteError
 from megacpp.state.checkpoint import newest_sound
@@ -52,9 +53,9 @@ def no_labels(config: Config) -> DataError:
         config: configuration of the run.
     """
     return DataError(
-        f"data.path={config.data.path}: no label of {config.train.max_skips} steps in a row counts "
+        f"{data_setting(config.data)}: no label of {config.train.max_skips} steps in a row counts "
         "(train.max_skips), so nothing is learned. Fix: look at the labels with megacpp data "
-        f"inspect {config.data.path}, and prepare a corpus in which some count."
+        "inspect, and prepare a corpus in which some count."
     )
 
 
