@@ -168,6 +168,7 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("sample EMPTY", 2, "run=EMPTY: ", "no such run folder"),
     ("sample LONG", 2, "path=xxx", "too long"),
     ("sample FOLDER", 2, "checkpoint=final: ", "train it first"),
+    ("sample RUN/final", 2, "checkpoint=final: ", "give the folder of its run"),
     ("sample RUN --xyzzy", 2, "--xyzzy: ", "see --help"),
     ("sample RUN --prompt", 2, "prompt=: ", "needs a value"),
     ("sample RUN --prompt \udcff\udcfe", 2, "argument=\\xff\\xfe: ", "isn't text"),

@@ -47,6 +47,8 @@ def find_weights(run: Path, checkpoint: str) -> Path:
             p.name.removeprefix("step-").lstrip("0") for p in sorted(saved.glob("step-*[0-9]"))
         ]
         has = f"write --checkpoint {steps[-1]}" if steps else "train it first"
+        if not steps and any((run / name).is_file() for name in ("manifest.json", "config.json")):
+            has = "give the folder of its run (these are weights), or leave out --checkpoint"
         raise config_error("checkpoint", checkpoint, f"{run} has no such weights", has)
     return folder
 
