@@ -55,7 +55,8 @@ class Family(NamedTuple):
         overlapped: data communication runs beside compute.
         reduce_bytes: of a gradient that is reduced.
         adam_bytes: read and written by the optimizer per parameter that a rank holds.
-        copied: bytes per parameter that FSDP copies around a gather and a reduction.
+        copied: bytes per parameter that FSDP1 copies around a gather and a reduction.
+        fsdp2: parameters and gradients are copied as FSDP2 does (`StepWork.copied`).
         added: gradients of weights are added to fp32 sums by the product.
     """
 
@@ -67,6 +68,7 @@ class Family(NamedTuple):
     reduce_bytes: float = 4.0
     adam_bytes: float = 40.0
     copied: float = 0.0
+    fsdp2: bool = False
     added: bool = False
 
 
@@ -76,8 +78,8 @@ FAMILIES = {
         "llm-foundry", EAGER, {"A100": "triton", "H100": "triton", "B200": "flash2"},
         reduce_bytes=2.0, adam_bytes=70.0, copied=26.0,
     ),
-    "torchtitan-eager": Family("torchtitan-eager", SEPARATE, FLASH2),
-    "torchtitan-compile": Family("torchtitan-compile", COMPILED, FLASH2),
+    "torchtitan-eager": Family("torchtitan-eager", SEPARATE, FLASH2, fsdp2=True),
+    "torchtitan-compile": Family("torchtitan-compile", COMPILED, FLASH2, fsdp2=True),
     "megatron-2021": Family(
         "megatron-2021", OLD, {"A100": "unfused", "H100": "unfused", "B200": "unfused"},
         data="ddp", overlapped=False, reduce_bytes=2.0, adam_bytes=46.0, added=True,

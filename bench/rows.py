@@ -93,7 +93,7 @@ def step_of(row: dict[str, Any]) -> tuple[StepWork, GpuSpec, list[str]]:
         micro,
         "none" if world == 1 else policy,  # type: ignore[arg-type]
         reduce_bytes=2.0 if pure else 4.0 if _is_fsdp(p) else family.reduce_bytes,
-        copied=family.name.startswith("torchtitan"),
+        copied=family.fsdp2,
         overlapped=family.overlapped,
         reshard=p.get("sharding") != "SHARD_GRAD_OP",
         reduce_each=family.name == "llm-foundry",
