@@ -88,6 +88,10 @@ def load(folder, dtype=torch.float32):
     assert not wrong and not info["error_msgs"], info
     return model.eval()
 
+def operators(model):
+    values = vars(sys.modules[type(model).__module__]).values()
+    return {v._qualname for v in values if isinstance(v, torch.library.CustomOpDef)}
+
 @torch.no_grad()
 def results(folder, given):
     model, ids, prompts = load(folder), given["ids"], given["prompts"]
@@ -103,7 +107,9 @@ def results(folder, given):
     found["padded"] = model(padded, attention_mask=mask).logits[0, -len(prompts[0]):]
     found["alone"] = model(torch.tensor(prompts[:1])).logits[0]
     model.save_pretrained(folder + "-again")
-    found["again"] = load(folder + "-again")(ids).logits
+    again = load(folder + "-again")
+    found["again"] = again(ids).logits
+    found["operators"] = [operators(model), operators(again)]
     narrow = load(folder, torch.bfloat16)
     found["narrow"] = narrow(ids).logits
     found["dtypes"] = {k: str(v.dtype) for k, v in narrow.named_parameters()}
@@ -167,6 +173,9 @@ def test_transformers_computes_the_same_without_megacpp(
     made = generate(model, PROMPTS, 200)
     begun = [ids[:30] for ids in made]
     assert begun == [generate(model, [prompt], 30)[0] for prompt in PROMPTS]
+    first, second = found["operators"]
+    assert not first & second, "torch frees the first folder's operator when the second has its name"
+    assert len(first) == len(second) and (bool(first) or name == "plain")
     assert found["together"].tolist() == made
     assert found["uncached"].tolist() == begun
     difference = (found["padded"] - found["alone"]).abs().max()

@@ -25,6 +25,12 @@ megacpp {version} wrote it from its own modules, which the section titles name (
 from __future__ import annotations
 
 '''
+OPERATORS = '''import zlib
+
+# Operators' namespace, of this module alone: torch frees an operator when its name comes again.
+OPERATORS = f"megacpp_{zlib.crc32(__name__.encode()):08x}"
+
+'''
 # Backends for GPUs, FP8, and what only training runs.
 NEVER = (
     "megacpp.kernels.attention.flex",
@@ -73,7 +79,9 @@ def code_files(model: ModelConfig) -> dict[str, str]:
     }
     beside = {f"{ROOM}.configuration": f".{CONFIGURATION}"}
     made = Bundle(f"{ROOM}.modeling", (*NEVER, *_unused(model)), given, CUT, beside)
-    text = made.text().replace('"megacpp::', '"megacpp_folder::')  # operators of its own
+    text = made.text()
+    if '"megacpp::' in text:
+        text = OPERATORS + text.replace('"megacpp::', 'OPERATORS + "::')
     return {
         f"{CONFIGURATION}.py": Path(spec.origin).read_text(encoding="utf-8"),
         f"{MODELING}.py": HEADER.format(version=megacpp.__version__) + text,
