@@ -13,11 +13,13 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 STATUS = "status.json"
 PR_SET_PDEATHSIG = 1
-PEER_LOST = 6
+PEER_LOST, PREEMPTED = 6, 75
+UNSAVED = "stopped before another save: start the same command again"
 
 
 def note(code: int, line: str) -> None:
@@ -77,16 +79,34 @@ def launcher() -> int:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
-def end_with_launcher() -> None:
-    """Have the kernel end this rank when torchrun dies.
+def end_with(parent: int) -> None:
+    """Have the kernel end this process when its parent dies; 0: it has none.
 
-    Nothing is saved then: a restarted run may already be there.
+    A rank whose launcher has died saves nothing: a restarted run may already be there.
     """
-    if parent := launcher():
+    if parent:
         with contextlib.suppress(OSError, AttributeError):  # only Linux has it
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(PEER_LOST)
+
+
+def end_when_told() -> None:
+    """Let SIGTERM and SIGHUP end this process with 75 at once, until StopRequest hears them.
+
+    Nothing is there to be saved before the first step. The rank of a launcher says nothing, because
+    the launcher also sends SIGTERM to the ranks beside one that has failed.
+    """
+    speaks = "TORCHELASTIC_RUN_ID" not in os.environ and os.environ.get("RANK", "0") == "0"
+
+    def leave(_: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):  # the terminal is gone
+            os.write(2, f"{UNSAVED}\n".encode() if speaks else b"")
+        os._exit(PREEMPTED)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, leave)
 
 
 def wait_quietly() -> None:

@@ -10,11 +10,13 @@ of a CPU, since the meta device has no autocast.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,7 @@ from megacpp.model.hybrid import HybridLM, begin, finish
 from megacpp.model.pattern import ENTRANCE
 from megacpp.model.precision import compute_dtype
 from megacpp.model.regions import NOTHING
+from megacpp.outcome import end_with
 from parallel.context.layout import ContextLayout
 from parallel.mesh import World
 from parallel.simulate.fake import (
@@ -57,6 +60,7 @@ UNITS = (
     "top",
     "head",
 )  # parts that FSDP2 gathers; as in parallel/fsdp.py
+TOLD = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
@@ -67,12 +71,37 @@ def trace_blocks(requests: Sequence[BlockRequest]) -> list[BlockTrace]:
     runs the blocks there.
 
     Raises:
-        BrokenProcessPool: that process died, before a block or in one.
+        RuntimeError: that process died.
     """
-    if dist.is_available() and dist.is_initialized():
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            return [*pool.map(_trace_block, requests)]
-    return list(map(_trace_block, requests))
+    if not (dist.is_available() and dist.is_initialized()):
+        return list(map(_trace_block, requests))
+    context = get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send_traces, args=(theirs, requests, os.getpid()))
+    resource_tracker.ensure_running()  # which unblocks signals when it starts
+    # Schedulers and terminals signal every process; one that inherits a mask hears nothing.
+    own = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)
+    process.start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, own)
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        raise RuntimeError("the process that traces blocks died") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _send_traces(to: Connection, requests: Sequence[BlockRequest], parent: int) -> None:
+    end_with(parent)
+    try:
+        to.send(list(map(_trace_block, requests)))
+    except Exception as error:
+        to.send(error)
 
 
 def _trace_block(request: BlockRequest) -> BlockTrace:

@@ -28,7 +28,7 @@ from megacpp.config.settings import flatten as flatten
 from megacpp.config.values import read_value as read_value
 from megacpp.config.values import suggestion, utf8_words
 from megacpp.errors import ConfigError, MegacppError, config_error, shortened
-from megacpp.outcome import end_with_launcher, note, wait_quietly
+from megacpp.outcome import end_when_told, end_with, launcher, note, wait_quietly
 from megacpp.terminal.screen import NOBODY_READS, end_on_interrupt, nobody_reads, show_any_text
 
 Parsed = TypeVar("Parsed")
@@ -196,7 +196,8 @@ def _as_saved(config: Config, world_size: int) -> tuple[Config, list[str]]:
 
 def parse_or_exit(program: str) -> Resolved:
     """Return the configuration of `sys.argv`; print help or one error line and exit."""
-    end_with_launcher()
+    end_with(launcher())
+    end_when_told()
     end_on_interrupt(at_once=True)  # while modules are imported; `guarded` ends that
     show_any_text()
     try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-PEER_LOST = 6
+from megacpp.outcome import PEER_LOST, PREEMPTED, UNSAVED, end_when_told
 
 
 def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
@@ -21,6 +21,7 @@ def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
     torchrun's log lines, traceback and table are suppressed: ranks print their own message, and a
     killed rank is named here. SIGTERM and SIGINT are passed to the ranks.
     """
+    end_when_told()  # until torch starts the ranks and hears the signals itself
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
     if quiet:  # read at import: silences this process, whose store may close first at the end
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
@@ -49,11 +50,15 @@ def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
             ends = {rank: (f.exitcode, f.timestamp) for rank, f in error.failures.items()}
             said = [note for note in notes(logs) if note["errorCode"] != PEER_LOST]
             if not said and not any(printed(note) for note in notes(logs)):
-                print(f"error: {killed(ends)}", file=sys.stderr)
+                print(killed(ends), file=sys.stderr)
             return exit_code([code for code, _ in sorted(ends.values(), key=lambda end: end[1])])
         except api.SignalException as error:
-            codes = [note["errorCode"] for note in notes(logs)]
-            return exit_code(codes) if codes else 128 + error.sigval
+            if codes := [note["errorCode"] for note in notes(logs)]:
+                return exit_code(codes)
+            if error.sigval not in (signal.SIGTERM, signal.SIGHUP):
+                return 128 + error.sigval
+            print(UNSAVED, file=sys.stderr)
+            return PREEMPTED
         except RendezvousError as error:  # its store went with the launcher that served it
             codes = [note["errorCode"] for note in notes(logs)]
             if not codes:
@@ -121,5 +126,7 @@ def killed(ends: dict[int, tuple[int, int]]) -> str:
     """Return the line for ranks that were killed before any other rank could report it."""
     first = min(ends, key=lambda rank: ends[rank][1])
     code = ends[first][0]
+    if code == PREEMPTED:
+        return UNSAVED
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return f"rank {first} lost: {how} without a message. Fix: start the same command again."
+    return f"error: rank {first} lost: {how} without a message. Fix: start the same command again."

@@ -174,7 +174,9 @@ def test_transformers_computes_the_same_without_megacpp(
     begun = [ids[:30] for ids in made]
     assert begun == [generate(model, [prompt], 30)[0] for prompt in PROMPTS]
     first, second = found["operators"]
-    assert not first & second, "torch frees the first folder's operator when the second has its name"
+    assert not first & second, (
+        "torch frees the first folder's operator when the second has its name"
+    )
     assert len(first) == len(second) and (bool(first) or name == "plain")
     assert found["together"].tolist() == made
     assert found["uncached"].tolist() == begun

@@ -21,7 +21,7 @@ from megacpp.cli.train import launch_words as words_of
 from megacpp.config.arguments import parse_run, split_args
 from megacpp.launch.agent import exit_code, hear_once, killed, notes
 from megacpp.launch.command import node_lines, node_shape, quoted, torchrun_words
-from megacpp.outcome import note
+from megacpp.outcome import UNSAVED, note
 from megacpp.state.checkpoint import save_checkpoint
 
 yaml = pytest.importorskip("yaml", reason="not installed: pyyaml")
@@ -107,7 +107,8 @@ def test_torchrun_shows_our_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_code_of_a_launch() -> None:
     assert exit_code([-9, 6, 6]) == 6 and exit_code([6, 3]) == 3 and exit_code([-15, 75]) == 75
-    assert killed({1: (-9, 5), 0: (6, 7)}).startswith("rank 1 lost: killed by SIGKILL")
+    assert killed({1: (-9, 5), 0: (6, 7)}).startswith("error: rank 1 lost: killed by SIGKILL")
+    assert killed({0: (75, 5), 1: (75, 6)}) == UNSAVED
 
 
 def test_a_launcher_hears_a_signal_once_and_ctrl_c_again() -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from megacpp.outcome import UNSAVED
 from megacpp.run.preemption import StopRequest
 from megacpp.state.published import latest_checkpoint
 from tests.figures import Record
-from tests.launch import ROOT, finished, forked, until
+from tests.launch import ROOT, finished, forked, in_a_session, until
 from tests.ranks import children
 from tests.test_run import ADAMW, SMALL, records
 
@@ -120,3 +121,56 @@ def test_an_interrupt_while_torch_is_imported_ends_without_a_word(tmp_path: Path
         done.kill()
     assert said == "" and done.returncode == -signal.SIGINT
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_told_while_torch_is_imported(corpus: Path, tmp_path: Path, ranks: int) -> None:
+    """Signal the processes as a scheduler does, the launcher and its ranks at once."""
+    words = [*FLAGS, "--data.path", str(corpus), "--run.dir", str(tmp_path / "run")]
+    words += ["--train.device-batch-size", "1"]
+    with in_a_session("-m", "megacpp", "train", *words, "--nproc", str(ranks)) as process:
+        until(lambda: imports_torch(process.pid, ranks), process)
+        tell(process.pid, *children(process.pid))
+        ((_, err),) = finished(process)
+    assert process.returncode == 75 and err.strip().splitlines() == [UNSAVED]
+    assert not (tmp_path / "run").exists()
+
+
+def tell(*pids: int, number: int = signal.SIGTERM) -> None:
+    """Send a signal to each process that hasn't ended."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def imports_torch(launcher: int, ranks: int) -> bool:
+    """Return whether all ranks load torch's library at this moment."""
+    pids = children(launcher) if ranks > 1 else [launcher]
+    with suppress(FileNotFoundError):
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
+        return len(maps) >= ranks and all("libtorch" in text for text in maps)
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_while_blocks_are_traced(corpus: Path, tmp_path: Path, number: int) -> None:
+    """Signal every process, the one that traces blocks too: it doesn't fail or say anything."""
+    words = [*FLAGS, "--data.path", str(corpus), "--run.dir", str(tmp_path / "run")]
+    words += ["--run.steps", "500", "--train.device-batch-size", "1", "--nproc", "2"]
+    empty = {"MEGACPP_CACHE": str(tmp_path)}  # no block was traced before
+    with in_a_session("-m", "megacpp", "train", *words, env=empty) as process:
+        found: list[int] = []
+
+        def tracing() -> bool:
+            found[:] = [pid for rank in children(process.pid) for pid in children(rank)]
+            return bool(found)
+
+        until(tracing, process)
+        tell(process.pid, *children(process.pid), *found, number=number)
+        ((_, err),) = finished(process)
+    code, line = 75, "stopped by SIGTERM after step 1: the same command goes on from"
+    if number == signal.SIGINT:
+        code, line = 130, "stopped: nothing was saved yet"
+    assert process.returncode == code and line in err and "Traceback" not in err, err

@@ -25,12 +25,12 @@ megacpp {version} wrote it from its own modules, which the section titles name (
 from __future__ import annotations
 
 '''
-OPERATORS = '''import zlib
+OPERATORS = """import zlib
 
 # Operators' namespace, of this module alone: torch frees an operator when its name comes again.
 OPERATORS = f"megacpp_{zlib.crc32(__name__.encode()):08x}"
 
-'''
+"""
 # Backends for GPUs, FP8, and what only training runs.
 NEVER = (
     "megacpp.kernels.attention.flex",
