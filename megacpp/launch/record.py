@@ -132,9 +132,11 @@ def print_header(sections: Sequence[tuple[str, Sequence[str]]]) -> None:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
+    # Without a lock of the index, which a killed run would leave behind.
+    words = ["git", "--no-optional-locks", *arguments]
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=True
+            words, cwd=root, capture_output=True, text=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None

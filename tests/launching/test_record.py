@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -31,6 +32,23 @@ def test_the_commit_is_that_of_the_checkout_wherever_a_run_starts(
     found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     monkeypatch.chdir(tmp_path)
     assert (record.git_commit() or "").removesuffix("-dirty") == found.stdout.strip()
+
+
+def test_a_look_at_the_checkout_writes_nothing_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock of git's index stays behind when a run is killed, and then nobody can commit."""
+    file, index = tmp_path / "megacpp" / "launch" / "record.py", tmp_path / ".git" / "index"
+    file.parent.mkdir(parents=True)
+    file.write_text("1\n")
+    own = "git -c user.name=a -c user.email=b".split()
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*own, *words], cwd=tmp_path, check=True)
+    os.utime(file, (1, 1))  # git would note the new time in its index
+    before = index.stat().st_ino
+    monkeypatch.setattr(record, "__file__", str(file))
+    assert not (record.git_commit() or "-dirty").endswith("-dirty")
+    assert index.stat().st_ino == before
 
 
 def written(folder: Path) -> dict[str, Any]:
