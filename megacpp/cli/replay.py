@@ -18,7 +18,7 @@ from megacpp.config.environment import MOST_RANKS
 from megacpp.config.presets import preset
 from megacpp.config.settings import setting
 from megacpp.config.values import flag_text
-from megacpp.errors import CheckpointError, MegacppError, config_error
+from megacpp.errors import MegacppError, config_error
 from megacpp.report.files import flat, read_launch
 from megacpp.state.files import rows_by_step
 from megacpp.state.published import published, step_of
@@ -119,7 +119,8 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
     """Return the records of all starts of a run, in the order of time."""
     found = [read_launch(path) for path in folder.glob("launch*.json")]
     if not any(found):
-        raise CheckpointError(f"{folder}: no launch.json. Fix: give the folder of a run.")
+        rule = "has no launch.json" if folder.is_dir() else "no such run folder"
+        raise config_error("run", folder, rule, "give the folder of a run")
     return sorted((one for one in found if one), key=lambda one: one.get("started", ""))
 
 

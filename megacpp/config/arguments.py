@@ -113,6 +113,12 @@ def parse_run(argv: Sequence[str], world_size: int, resumes: bool = False) -> Re
             f"compiled blocks keep recompute.activation_memory_budget={budget:g} of their "
             "activations instead of following the recompute policy; 1 keeps all"
         )
+    longest = final.model.attention.max_seq_len
+    if final.data.seq_len > longest and "A" in final.model.pattern:
+        notes.append(
+            f"rows have {final.data.seq_len:,} tokens, model.attention.max_seq_len={longest}: an "
+            "export, chat and tasks keep to that, raise it too"
+        )
     return Resolved(final, _provenance(written, final), tuple(notes))
 
 

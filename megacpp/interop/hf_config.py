@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp.config.arguments import replace_keys
+from megacpp.config.checks.every import broken
 from megacpp.config.model import ModelConfig
 from megacpp.config.saved import read_model_config, with_defaults
 from megacpp.config.schema import Config
@@ -25,6 +26,7 @@ ALIASES = (("num_experts", "num_local_experts", "n_routed_experts"),)
 INTERLEAVE = "rope_interleave"  # of rows of queries and keys; true where a file lacks it
 
 
+COMPARE = "Fix: compare the file with that of a published model."
 # Errors of rules that read a value of another type or size than a class has.
 ODD = (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
 
@@ -80,11 +82,15 @@ def read_hf_config(folder: Path) -> HFConfig:
     except ODD as error:
         raise CheckpointError(
             f"{path}: a value isn't of the kind that {kind} has ({type(error).__name__}: {error}). "
-            "Fix: compare the file with that of a published model."
+            f"{COMPARE}"
         ) from None
     model = _made(read)
     if OURS in given:
         model = _own(path, one, given, read)
+    for error in broken(dataclasses.replace(Config(), model=model), 1):
+        if (text := str(error)).startswith("model."):
+            rule = text.partition(". Fix: ")[0]
+            raise ConfigError(f"{path}: {rule}. {COMPARE}")
     return HFConfig(one, values, model)
 
 
@@ -134,7 +140,7 @@ def _own(path: Path, one: HFClass, given: Values, read: Mapping[str, Any]) -> Mo
     model = read_model_config(with_defaults(given[OURS].get("model", {})))
     written = _settings(one, {**one.defaults, **to_config(one, model)})
     both = {f"model.{key}": (read.get(key), written.get(key)) for key in {**written, **read}}
-    both[INTERLEAVE] = (given.get(INTERLEAVE, True), True)  # as an export orders the rows
+    both[INTERLEAVE] = (bool(given.get(INTERLEAVE, True)), True)  # as an export orders the rows
     for key, (there, here) in both.items():
         if there != here:
             raise ConfigError(

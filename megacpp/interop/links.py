@@ -133,7 +133,7 @@ def links(
         return
     shapes = our_shapes(model)
     changes = dict(one.changes)
-    if (values or {}).get("rope_interleave") is False:
+    if not (values or {}).get("rope_interleave", True):
         changes |= IN_HALVES
     linker = _Linker(one, model, shapes, changes)
     yield linker.link("model.embed_tokens.weight", HFTensor("", ("embed.weight",)), "")

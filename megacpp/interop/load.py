@@ -43,6 +43,7 @@ from megacpp.terminal.progress import counted
 
 # Tensors of published folders that no function of theirs reads, by their ends and their starts.
 TABLES, AHEAD = (".rotary_emb.inv_freq",), "mtp."
+FLOATS = ("F64", "F32", "F16", "BF16")
 AT_ONCE = 1 << 20  # numbers that are read at once
 
 
@@ -85,6 +86,12 @@ def open_source(place: WeightsFolder, model: ModelConfig) -> WeightsSource:
         model, grown = there, frozenset(n for n in wanted if wanted[n] != sizes[n])
     if place.kind == "hf":
         source = _open_hf(place, read_hf_config(place.folder), model)
+        for name in source.stored.shapes:
+            if (dtype := source.stored.dtype(name)) not in FLOATS and name not in source.unused:
+                raise CheckpointError(
+                    f"{place.folder}: {name} has numbers of type {dtype}. "
+                    "Fix: dequantise the weights first."
+                )
     else:
         source = _open_own(place)
     found = [

@@ -64,6 +64,8 @@ def locate(source: str, key: str, part: Part = "weights") -> WeightsFolder:
             print(note, file=sys.stderr)
         return WeightsFolder("final", folder / "final", folder)
     if newest := latest_checkpoint(folder / "checkpoints"):
+        if (folder / "final").is_dir():
+            print(f"note: {folder}/final has no {MANIFEST}: taking {newest}", file=sys.stderr)
         return WeightsFolder("checkpoint", newest, folder)
     if "model_type" in read_parsed(folder / "config.json"):
         return WeightsFolder("hf", folder)

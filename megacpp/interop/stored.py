@@ -64,6 +64,10 @@ class StoredTensors:
         """Close the files."""
         self._open.close()
 
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a tensor, as the format names it: F32, BF16, F8_E4M3."""
+        return self.pieces[name][0].file.get_slice(self.prefix + name).get_dtype()
+
     def rows(self, name: str, first: int, count: int, columns: slice = slice(None)) -> Tensor:
         """Return rows `[count, W]` of a tensor whose dims but the last are flattened.
 

@@ -249,6 +249,27 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
             assert torch.equal(written[key], first[key]), key
 
 
+def test_null_is_false_as_for_transformers(tmp_path: Path) -> None:
+    saved("deepseek_v3_halves", tmp_path)
+    path, found = tmp_path / "config.json", []
+    values = json.loads(path.read_text())
+    for value in (False, None, True):
+        path.write_text(json.dumps(values | {"rope_interleave": value}))
+        place = locate(str(tmp_path), "from")
+        found.append(our_logits(load_model(place, read_model(place)), IDS))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+def test_a_value_that_breaks_a_rule_of_the_model_is_named(tmp_path: Path) -> None:
+    saved("deepseek_v3", tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"n_group": 3}))
+    with pytest.raises(ConfigError) as error:
+        read_model(locate(str(tmp_path), "from"))
+    assert f"{path}: model.moe.num_groups=3: " in str(error.value) and ". Fix: " in str(error.value)
+
+
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
 

@@ -30,6 +30,7 @@ from megacpp.interop.places import locate, read_model
 from megacpp.model.init import Slice
 from megacpp.state.checkpoint import save_checkpoint
 from megacpp.state.export import load_trained
+from megacpp.state.manifest import Manifest, write_manifest
 from megacpp.state.tensors import model_tensors
 from parallel.build import build_model, local_part
 from tests.interop.models import built, final_folder, model_of
@@ -85,7 +86,7 @@ class CountedFile:
         part = self.file.get_slice(name)
 
         class Counted:
-            get_shape = part.get_shape
+            get_shape, get_dtype = part.get_shape, part.get_dtype
 
             def __getitem__(self, at: Any) -> torch.Tensor:
                 found = part[at]
@@ -243,6 +244,11 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = {
         lambda t: t["model.embed_tokens.weight"][3, 2:3].fill_(float("nan")),
         "model.embed_tokens.weight has numbers that aren't finite in torch.float32",
     ),
+    "bytes": (
+        "qwen3_tied",
+        lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)}),
+        f"{Q} has numbers of type F8_E4M3. Fix: dequantise the weights first.",
+    ),
     "another head": (
         "qwen3_tied",
         lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}),
@@ -275,6 +281,17 @@ def test_what_does_not_fit_is_named(what: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         load_model(place, read_model(place))
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_final_weights_without_their_list_are_named(tmp_path: Path, capsys: Any) -> None:
+    """A run's newest checkpoint stands in for them, and the note says so."""
+    (tmp_path / "final").mkdir()
+    saved = tmp_path / "checkpoints" / "step-000003"
+    saved.mkdir(parents=True)
+    write_manifest(saved, Manifest("checkpoint", 3, 1, {}, {}))
+    assert locate(str(tmp_path), "run").folder == saved
+    said = f"note: {tmp_path}/final has no manifest.json: taking {saved}\n"
+    assert capsys.readouterr().err == said
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:

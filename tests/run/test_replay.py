@@ -98,15 +98,16 @@ def test_another_mesh_is_equal_to_the_tolerance(
     assert "has no such checkpoint. Fix: use one of 3, 6." in capsys.readouterr().err
     assert main(["replay", str(run), "--from", "8"]) == 2
     assert "no step after it is recorded. Fix: use one of 3, 6." in capsys.readouterr().err
-    assert main(["replay", str(run / "none"), "--from", "3"]) == 4
+    assert main(["replay", str(run / "none"), "--from", "3"]) == 2
+    assert f"run={run}/none: no such run folder" in capsys.readouterr().err
     launch = json.loads((run / "launch.json").read_text())
     (run / "launch.json").write_text(json.dumps(launch | {"schema": 99}))
     capsys.readouterr()
     assert main(["replay", str(run), "--from", "3"]) == 3
     assert "schema is 99" in capsys.readouterr().err
     (run / "launch.json").unlink()
-    assert main(["replay", str(run), "--from", "3"]) == 4
-    assert "no launch.json. Fix: give the folder of a run." in capsys.readouterr().err
+    assert main(["replay", str(run), "--from", "3"]) == 2
+    assert "has no launch.json. Fix: give the folder of a run." in capsys.readouterr().err
 
 
 STARTS: list[dict[str, Any]] = [
