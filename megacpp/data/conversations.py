@@ -15,6 +15,7 @@ import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
@@ -35,6 +36,11 @@ GENERATION = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")  # tags of tr
 FIX = 'Fix: write {"messages": [{"role": "user", "content": "..."}, ...]} a line'
 # Fields of a message that would change what is learned.
 UNREAD = ("tool_calls", "function_call", "reasoning_content")
+ONLY_LAST = (
+    "the chat template writes an answer another way once more follow, so only the last answer of a "
+    "conversation is learned"
+)
+DATED = "the chat template writes today's date, so another day makes another corpus"
 DROP = "Fix: write it into the content, or drop the line"
 
 Message = dict[str, str]
@@ -99,6 +105,9 @@ class ChatTemplate:
 
     Attributes:
         end: id that ends an answer.
+        last_only: it writes an answer another way once more follow, without its thoughts. Only the
+            last answer of a conversation is then learned.
+        notes: lines about it for who prepares a corpus.
 
     Raises:
         DataError: the template isn't valid.
@@ -118,8 +127,12 @@ class ChatTemplate:
         )
         environment.globals["raise_exception"] = self._refuse
         environment.filters["tojson"] = _json
+        source = GENERATION.sub(r"{#\1 \2#}", tokenizer.template or SIMPLE)
+        # Templates that ask whether it is defined have a date of their own, every day the same.
+        dated = "strftime_now" in source and not re.search(r"strftime_now\s+is\s+defined", source)
+        if dated:
+            environment.globals["strftime_now"] = _today
         try:
-            source = GENERATION.sub(r"{#\1 \2#}", tokenizer.template or SIMPLE)
             self._template = environment.from_string(source)
         except self._jinja.TemplateError as error:
             raise DataError(
@@ -129,6 +142,8 @@ class ChatTemplate:
         asked, whole = self.render(probe[:1], prompt=True), self.render(probe)
         found = self._special.search(whole, whole.find("2", len(asked)) + 1)
         self.end = marks.eos if found is None else self._ids[found[0]]
+        self.last_only = not self.render([*probe, *probe]).startswith(whole)
+        self.notes = [ONLY_LAST] * self.last_only + [DATED] * dated
 
     def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
         """Return the text of messages, and of the start of an answer for a prompt.
@@ -187,6 +202,8 @@ class ChatTemplate:
                 self.render(messages[: number + 1]),
             )
             if not (until.startswith(before) and text.startswith(until)):
+                if self.last_only and any(m["role"] == one["role"] for m in messages[number + 1 :]):
+                    continue
                 raise DataError(
                     f"chat_template: writes message {number + 1} of {_named(messages)} another way "
                     "once more follow. Fix: end the conversation there."
@@ -211,6 +228,10 @@ class ChatTemplate:
 
     def _refuse(self, message: str) -> None:
         raise self._jinja.TemplateError(message)
+
+
+def _today(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _broken(spelled: re.Match[str]) -> str:

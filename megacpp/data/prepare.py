@@ -26,7 +26,7 @@ import numpy as np
 
 from megacpp.data import specials
 from megacpp.data.compressors import xz_bits_per_byte
-from megacpp.data.conversations import SIMPLE, first_question
+from megacpp.data.conversations import SIMPLE, ChatTemplate, first_question
 from megacpp.data.document_store import DocumentStore
 from megacpp.data.encoding import COUNTS, Encoder, EncodingJob
 from megacpp.data.fill_store import read_documents
@@ -182,7 +182,7 @@ def _build(
             "description": source.description,
             "files": len(source.files),
             "bytes": source.total_bytes,
-            "notes": list(source.notes),
+            "notes": [*source.notes, *(ChatTemplate(tokenizer).notes if store.shown else ())],
         },
         "documents": counts | {"kept": len(train) + len(held_out)},
         "dtype": dtype,

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megacpp.data.conversations import is_conversation, messages_of
+from megacpp.data.conversations import FIX, is_conversation, messages_of
 from megacpp.data.files import RECORD_SUFFIXES
 from megacpp.data.streams import stream_records
 from megacpp.errors import DataError, did_you_mean
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 FIELDS = ("text", "content")  # tried in this order if none is given
 MESSAGES = "messages"  # field of a conversation
+SHAREGPT = "conversations"  # of messages with `from` and `value`
 PAIR = ("prompt", "completion")  # fields of a short one
 PIECE_BYTES = 1 << 20
 LINE_BYTES = 1 << 27  # of a JSON record
@@ -153,6 +154,8 @@ def _record(record: dict[str, Any], field: str, where: str) -> tuple[str | None,
     if field == MESSAGES or (not known and is_conversation(record)):
         text = json.dumps(messages_of(record, where), ensure_ascii=False)
         return (text if _encodes(text) else None), True
+    if (field == SHAREGPT or not known) and isinstance(record.get(SHAREGPT), list):
+        raise DataError(f"{where}: has {SHAREGPT!r}, which aren't read. {FIX}.")
     field = _present(field, record, where, "field")
     text = record[field]
     if text is None:  # an empty document, as a null of parquet is

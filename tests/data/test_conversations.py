@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from fractions import Fraction
@@ -17,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from megacpp.config.mix import mix_stages
 from megacpp.data import token_shares
 from megacpp.data.batches import IGNORED
-from megacpp.data.conversations import ChatTemplate
+from megacpp.data.conversations import DATED, ONLY_LAST, ChatTemplate
 from megacpp.data.corpus import Corpus
 from megacpp.data.mixture import Mixture
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
@@ -407,7 +408,8 @@ def test_conversations_are_not_cut(tmp_path: Path) -> None:
         ("{% if %}", "isn't valid Jinja"),
         ("{{ raise_exception('no\nsystem') }}", r"refuses the conversation '1' \(no system\)"),
         (
-            "{% for m in messages %}{{ m.role + m.content + (loop.last | string) }}{% endfor %}",
+            "{% for m in messages %}{{ m.role + m.content }}"
+            "{{ messages | length if messages[0].role == 'system' }}{% endfor %}",
             "writes message 3 of the conversation 'Be brief.' another way once more follow",
         ),
     ],
@@ -417,3 +419,42 @@ def test_a_template_that_does_not_fit_is_named(chatml: Path, template: str, said
     tokenizer.template = template
     with pytest.raises(DataError, match=said):
         ChatTemplate(tokenizer).encode([TALK])
+
+
+# As Qwen3's: an answer has thoughts, here empty ones, until a question follows.
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ '<think></think>' if m.role == 'assistant' and loop.last }}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
+)
+
+
+def test_the_last_answer_is_learned_if_the_template_changes_earlier_ones(chatml: Path) -> None:
+    tokenizer = CorpusTokenizer.load(chatml / "tokenizer.json")
+    tokenizer.template = THINKS
+    template = ChatTemplate(tokenizer)
+    assert template.notes == [ONLY_LAST]
+    two = [{"role": role, "content": text} for text in "ab" for role in ("user", "assistant")]
+    ((ids, learned), (one, all_of_it)) = template.encode([two, two[:2]])
+    assert tokenizer.decode(ids[learned > 0].tolist()) == "<think></think>b"
+    assert tokenizer.decode(one[all_of_it > 0].tolist()) == "<think></think>a"
+    with pytest.raises(DataError, match="another way once more follow"):
+        template.encode([[*two, two[0]]])  # nothing is left to learn
+
+
+def test_a_template_writes_the_date(chatml: Path) -> None:
+    """As transformers lets it, unless it has a date of its own for programs that don't."""
+    tokenizer, asks = CorpusTokenizer.load(chatml / "tokenizer.json"), "{{ strftime_now('%Y') }}"
+    tokenizer.template = asks + CHATML
+    template = ChatTemplate(tokenizer)
+    assert template.notes == [DATED] and re.match(r"\d{4}<", template.render(TALK))
+    tokenizer.template = "{% if strftime_now is defined %}" + asks + "{% else %}2024{% endif %}"
+    template = ChatTemplate(tokenizer)
+    assert template.notes == [] and template.render(TALK) == "2024"
+
+
+@pytest.mark.parametrize("field", ["", "conversations"])
+def test_messages_of_another_shape_are_named(tmp_path: Path, field: str) -> None:
+    record = {"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]}
+    with pytest.raises(DataError, match=r"has 'conversations', which aren't read\. Fix: write \{"):
+        made(tmp_path, record, field=field)
