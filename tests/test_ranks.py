@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacpp.config.schema import MeshConfig
 from megacpp.lessons import ranks
+from megacpp.lessons.runs import Run
+from parallel.context.layout import ContextLayout
 from tests.ranks import RankError, RankTimeoutError, run_ranks
 
 
@@ -49,6 +52,20 @@ def test_an_error_names_the_rank_that_raised_and_ends_the_others() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2:.*seventeen"):
         run_ranks(body, 2)
     assert time.monotonic() - began < 100
+
+
+@pytest.mark.parametrize("words", ["Connection closed by peer", "Connection reset by peer"])
+def test_the_cause_goes_before_what_it_broke(words: str) -> None:
+    """Rank 0 loses its peer, in either of gloo's words, and both errors arrive."""
+
+    def body(rank: int, world: int) -> None:
+        if rank == 0:
+            raise RuntimeError(f"[gloo/transport/tcp/pair.cc:542] {words} [10.0.0.1]")
+        time.sleep(0.2)
+        raise ValueError("seventeen")
+
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2:.*seventeen"):
+        run_ranks(body, 2)
 
 
 def test_a_rank_that_dies_is_an_error() -> None:
@@ -109,3 +126,15 @@ def test_a_rank_whose_child_computes_is_waited_for(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ranks, "STILL_S", 2.0)
     assert run_ranks(body, 1) == [0]
+
+
+def test_rows_that_are_no_microbatches_are_refused() -> None:
+    """A step of lessons has 8 rows: another number of microbatches would be another step."""
+    for accum, mesh in ((3, MeshConfig(dp_shard=2, cp=2)), (4, MeshConfig(dp_shard=4))):
+        with pytest.raises(ValueError, match=rf"8 rows .* evenly to \d data ranks x accum={accum}"):
+            _ = Run("plain", mesh, accum=accum).device_batch
+
+
+def test_an_order_of_chunks_is_known() -> None:
+    with pytest.raises(ValueError, match="order='middle': must be one of contiguous, head_tail"):
+        ContextLayout.for_rank("middle", 0, 4)  # type: ignore[arg-type]

@@ -193,7 +193,7 @@ WRONG: list[tuple[str, str, str]] = [
     (
         "tiny --train.tokens-per-step 8192 --train.grad-accum 3",
         "train.grad_accum=3",
-        "only one of the two",
+        "use --train.tokens-per-step 0 or",
     ),
     ("tiny --train.device tpu", "train.device=tpu", "auto, cpu, cuda"),
     ("tiny --mesh.tp 3", "mesh.tp=3", "use --mesh.tp 2."),

@@ -39,6 +39,8 @@ import torch._dynamo  # FSDP2 imports it: a second once here, not in every forke
 import torch.distributed as dist
 from torch import Tensor
 
+from megacpp.run.failure import OF_A_PEER
+
 Job = TypeVar("Job", bound=Hashable)
 GRACE_S = 3.0  # for ranks to leave after the first one failed
 # Only a hang may meet a time limit: machines that are ten times slower than ours must not.
@@ -198,7 +200,8 @@ def _collect(
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     if failures:
         # A rank that raised explains more than its peers, whose collectives then broke.
-        rank = min(failures, key=lambda r: ("Connection closed by peer" in failures[r], r))
+        broken = {r for r, text in failures.items() if any(words in text for words in OF_A_PEER)}
+        rank = min(failures, key=lambda r: (r in broken, r))
         raise RankError(f"rank {rank} of {len(ranks)}: {failures[rank]}")
     return [results[rank] for rank in range(len(ranks))]
 

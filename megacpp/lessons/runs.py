@@ -78,8 +78,16 @@ class Run:
 
     @property
     def device_batch(self) -> int:
-        """Rows of a microbatch on a rank."""
-        return ROWS // (self.mesh.dp_replicate * self.mesh.dp_shard * self.accum)
+        """Rows of a microbatch on a rank.
+
+        Raises:
+            ValueError: the rows can't be dealt evenly.
+        """
+        parts = self.mesh.dp_replicate * self.mesh.dp_shard * self.accum
+        if ROWS % parts:
+            shares = f"{parts // self.accum} data ranks x accum={self.accum}"
+            raise ValueError(f"{ROWS} rows of a step can't be dealt evenly to {shares}")
+        return ROWS // parts
 
     @property
     def reference(self) -> Run:

@@ -8,7 +8,7 @@ row. `contiguous`: rank r holds chunk r of W. `head_tail`: rank r holds chunks r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -32,7 +32,13 @@ class ContextLayout:
 
     @staticmethod
     def for_rank(order: Order, rank: int, degree: int) -> ContextLayout:
-        """Return the layout of a named order."""
+        """Return the layout of a named order.
+
+        Raises:
+            ValueError: no order has that name.
+        """
+        if order not in get_args(Order):
+            raise ValueError(f"order={order!r}: must be one of {', '.join(get_args(Order))}")
         if order == "contiguous" or degree == 1:
             return ContextLayout(rank, tuple((r,) for r in range(degree)))
         return ContextLayout(rank, tuple((r, 2 * degree - 1 - r) for r in range(degree)))

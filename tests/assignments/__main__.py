@@ -23,9 +23,9 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def grade(number: int, path: Path) -> int:
+def grade(number: int, answer: ModuleType) -> int:
     """Print one line per check; return how many failed."""
-    answer, failed = load(path), 0
+    failed = 0
     for check in ASSIGNMENTS[number][1]:
         about = (check.__doc__ or "").rstrip(".")
         try:
@@ -56,7 +56,12 @@ def main(words: list[str]) -> int:
         shutil.copy(STUBS / name, path)
     statement = next(STUBS.glob(f"{number}-*.md")).relative_to(ROOT)
     print(f"assignment {number}: {statement}, your answer: {path}")
-    return min(1, grade(number, path))
+    try:
+        answer = load(path)
+    except Exception as error:
+        print(f"FAILED your answer can be imported: {type(error).__name__}: {error}")
+        return 1
+    return min(1, grade(number, answer))
 
 
 if __name__ == "__main__":

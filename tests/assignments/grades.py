@@ -94,11 +94,12 @@ def joins(answer: ModuleType) -> None:
 
 def refuses_ragged(answer: ModuleType) -> None:
     """A length that doesn't divide is a ValueError."""
-    try:
-        answer.positions(0, 4, 20)
-    except ValueError:
-        return
-    raise AssertionError("20 tokens on 4 ranks were accepted")
+    for n, length in ((4, 20), (4, 17), (3, 13), (2, 6), (4, 21)):
+        try:
+            answer.positions(0, n, length)
+        except ValueError:
+            continue
+        raise AssertionError(f"{length} tokens on {n} ranks were accepted")
 
 
 # 3: a timetable

@@ -51,6 +51,14 @@ def contiguous(rank: int, world: int, length: int) -> list[int]:
     return list(range(rank * length // world, (rank + 1) * length // world))
 
 
+def odd_chunks(rank: int, world: int, length: int) -> list[int]:
+    """Refuses an odd number of tokens a rank, and loses what is left over."""
+    if (length // world) % 2:
+        raise ValueError(length)
+    n = length // (2 * world)
+    return [c * n + i for c in (rank, 2 * world - 1 - rank) for i in range(n)]
+
+
 def by_everybody(link: Any, shards: Any, owner: Any, orthogonalise: Any) -> Any:
     """Each rank orthogonalises all matrices."""
     import torch
@@ -88,6 +96,7 @@ WRONG = [
      {"reduces", "sends_one_part_a_hop", "transposes"}),
     (2, {"positions": contiguous},
      {"holds_a_head_and_its_tail", "shares_pairs_equally", "joins", "refuses_ragged"}),
+    (2, {"positions": odd_chunks}, {"refuses_ragged"}),
     (3, {"timetable": gpipe}, {"keeps_few_alive"}),
     (3, {"timetable": one_at_a_time}, {"wastes_no_time"}),
     (4, {"owners": lambda costs, world: [i % world for i in range(len(costs))]}, {"deals"}),
@@ -125,6 +134,9 @@ def test_the_command_copies_a_stub_then_grades(
     (tmp_path / "answers/timetable.py").write_text(broken)
     assert command.main(["3"]) == 1
     assert "FAILED Stage s has at most" in capsys.readouterr().out
+    (tmp_path / "answers/timetable.py").write_text("def timetable(:")
+    assert command.main(["3"]) == 1
+    assert "FAILED your answer can be imported: SyntaxError:" in capsys.readouterr().out
     assert command.main(["9"]) == 2
     assert capsys.readouterr().out.startswith("error: N=9: must be one of 1, 2, 3, 4, 5. Fix: ")
 

@@ -137,7 +137,7 @@ def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
             "train.grad_accum",
             train.grad_accum,
             f"gives {per_micro * train.grad_accum} tokens, tokens_per_step={train.tokens_per_step}",
-            "give only one of the two",
+            "use train.tokens_per_step=0 or train.grad_accum=0",
         )
 
 
