@@ -300,10 +300,11 @@ class TrainingState:
 
     def _check(self, path: Path, extra: dict[str, Any]) -> None:
         """Reject settings under which the saved run would silently change instead of continue."""
-        if extra["step"] > self.config.run.steps:
+        run = self.config.run
+        if extra["step"] > (last := run.until or run.steps):
             raise config_error(
-                "run.steps",
-                self.config.run.steps,
+                "run.until" if run.until else "run.steps",
+                last,
                 f"{path} is at step {extra['step']} already",
                 "ask for more steps, another --run.dir, or --checkpoint.resume never",
             )

@@ -145,6 +145,17 @@ def test_another_length_is_announced_for_the_learning_rate_follows_it(tmp_path: 
     ]
 
 
+@pytest.mark.parametrize("key", ["steps", "until"])
+def test_a_run_that_is_further_already_is_a_mistake(tmp_path: Path, key: str) -> None:
+    config = config_of()
+    first = make(tmp_path, config)
+    first.steps(3)
+    first.state.save(keep=1)
+    shorter = dataclasses.replace(config, run=dataclasses.replace(config.run, **{key: 2}))
+    with pytest.raises(ConfigError, match=rf"run\.{key}=2: .*step-000003 is at step 3 already"):
+        make(tmp_path, shorter).state.resume("auto")
+
+
 def test_a_folder_that_is_not_there_is_a_mistake_of_the_command_line(tmp_path: Path) -> None:
     run = make(tmp_path, config_of())
     legal = "Fix: use auto, never or the folder of a checkpoint"
