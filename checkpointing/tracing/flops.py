@@ -23,6 +23,25 @@ def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: 
     return sdpa_backward_flop_count(grad.shape, q.shape, *_for_all_heads(q, k, v))
 
 
+def _varlen_flops(
+    q_THD: Any,
+    _k: Any,
+    v_TKD: Any,
+    _q: Any,
+    _cu_k: Any,
+    _max_q: Any,
+    longest: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """FLOPs of attention over rows that are one document each, half of whose pairs are causal.
+
+    torch's own formula needs the boundaries: without their values it takes every document for one
+    as long as a row.
+    """
+    return q_THD.shape[0] * longest * q_THD.shape[1] * (q_THD.shape[2] + v_TKD.shape[2])
+
+
 def _for_all_heads(q: Any, k: Any, v: Any) -> Iterator[Sequence[int]]:
     """Return shapes of keys and values as query heads read them: torch 2.11 counts no groups."""
     return ((x.shape[0], q.shape[1], *x.shape[2:]) for x in (k, v))
@@ -57,4 +76,6 @@ OWN_FORMULAS: dict[Any, Callable[..., int]] = {
 def formula_of(func: Any) -> Callable[..., int] | None:
     """Return an operator's FLOPs formula, of its arguments and `out_val`; None: not counted."""
     packet = func._overloadpacket
+    if str(packet) == "torch_attn._varlen_attn":  # made when torch.nn.attention.varlen is imported
+        return _varlen_flops
     return OWN_FORMULAS.get(packet) or flop_registry.get(packet)

@@ -76,4 +76,9 @@ def fastest(
     unfound = len(found[few:]) + sum(isinstance(one, Candidate) for *_, one in queue)
     search.out["slower"] += unfound + sum(map(len, bounds.values()))
     found.sort()
-    return search.plan(tuple(search.without_waits(one) for *_, one in found[:few]))
+    for n, (_, time, number, one) in enumerate(found[:few]):
+        other = search.without_waits(one)
+        if other is not one and (shorter := seconds(other.config)) < time:
+            found[n] = other.score.misfit, shorter, number, other
+    found[:few] = sorted(found[:few])
+    return search.plan(tuple(one for *_, one in found[:few]))

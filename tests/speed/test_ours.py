@@ -349,6 +349,36 @@ def test_what_is_made_once_for_all_layers_is_no_launch_of_each() -> None:
     assert 0 < blocks[1].launches[0] - blocks[0].launches[0] < 5
 
 
+@pytest.mark.parametrize("row", [1024, 8192])
+def test_a_compiled_block_runs_no_more_again_than_its_forward(row: int) -> None:
+    """Attention in it is causal, however many documents a row may have."""
+    config = config_of("dense_110m", "--data.seq-len", str(row), "--train.compile", "inductor")
+    recompute = replace(config.recompute, activation_memory_budget=0.0)
+    step = step_work(replace(config, recompute=recompute), 1, "H100")
+    block = next(one for one in step.blocks if one.kind == "A")
+    ahead = [op for op in block.forward if isinstance(op, Product)]
+    again = sum(op.flops for op in block.backward if isinstance(op, Product))
+    again -= 2 * sum(op.flops for op in ahead)
+    attended = sum(op.flops for op in block.forward if isinstance(op, Attend))
+    assert 0 < again - attended < sum(op.flops for op in ahead)
+
+
+def test_experts_are_padded_only_where_a_step_is_shorter() -> None:
+    """A plan by speed has candidates with fewer waits and more rows, and stays in order."""
+    config = config_of("moe_small", size=4)
+    fixed = dict.fromkeys(["mesh.pp", "mesh.cp", "mesh.tp", "mesh.dp_replicate"])
+    for given in (fixed, fixed | {"mesh.ep": 2}):
+        one = replace(config, mesh=replace(config.mesh, ep=2)) if "mesh.ep" in given else config
+        asked = Asked(one, one, given, 4, 140 << 30, 1 << 17)
+        plan, times = by_speed(asked, gpu("H100"), 3)
+        assert [t.step_s for t in times] == sorted(t.step_s for t in times)
+        for found, time in zip(plan.candidates, times, strict=True):
+            if found.config.mesh.ep_dispatch == "padded":
+                mesh = replace(found.config.mesh, ep_dispatch="per_rank")
+                other = replace(found.config, mesh=mesh)
+                assert predicted(other, 4, gpu("H100")).step_s >= time.step_s
+
+
 def test_every_configuration_is_timed_before_memory_prunes_any() -> None:
     config = config_of("dense_110m", "--data.seq-len", "1024", size=4)
     given = ["mesh.pp", "mesh.cp"]
