@@ -375,3 +375,10 @@ def test_rows_longer_than_the_model_says_are_noted() -> None:
     )
     assert parse_run([*longer, "--model.attention.max-seq-len", "8192"], 1).notes == ()
     assert parse_run([*longer, "--model.pattern", "MF"], 1).notes == ()
+
+
+def test_replicas_without_shards_are_noted() -> None:
+    given = "tiny --mesh.dp-replicate 2 --mesh.cp".split()
+    assert parse_run([*given, "2"], 4).notes == ()
+    (note,) = parse_run([*given, "1"], 2).notes
+    assert "dp_replicate=2 has no shards to copy" in note and "as with mesh.dp_shard=2" in note

@@ -207,3 +207,13 @@ def test_a_device_named_in_the_settings(capsys: pytest.CaptureFixture[str]) -> N
     words = "plan tiny --world 2 --memory.device-gib 4 --memory.headroom 0.25 --top 1"
     found = told(capsys, f"{words} --tokens-per-step 1024")
     assert (found["memory_bytes"], found["budget_bytes"]) == (4 << 30, 3 << 30)
+
+
+def test_a_narrow_screen_cuts_no_cell(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["plan", "moe_small", "--world", "8", "--memory", "80GiB", "--gpu", "H100"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = lines[next(n for n, line in enumerate(lines) if line.startswith("# mesh")) :]
+    assert rows[1].startswith("1 ") and "\u2026" not in "".join(rows)

@@ -195,6 +195,11 @@ WRONG: list[tuple[str, str, str]] = [
         "train.grad_accum=3",
         "use --train.tokens-per-step 0 or",
     ),
+    (
+        "tiny --model.attention.kind mla",
+        "model.attention.qk_norm=True",
+        "use --model.attention.kind gqa or --model.attention.qk-norm false",
+    ),
     ("tiny --train.device tpu", "train.device=tpu", "auto, cpu, cuda"),
     ("tiny --mesh.tp 3", "mesh.tp=3", "use --mesh.tp 2."),
     ("tiny --mesh.cp 0", "mesh.cp=0", "at least 1"),

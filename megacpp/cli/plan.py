@@ -264,7 +264,9 @@ def _show(
             console.print(line, markup=False, style="red")
         return
     sent = [traffic(one.config, asked.world, one.rank) for one in shown]
-    console.print(_table(asked, shown, sent, times))
+    table = _table(asked, shown, sent, times)
+    most = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    Console(width=max(columns(), most), highlight=False).print(table)  # its cells stay whole
     console.print(_legend(shown))
     axes = (f"{axis}\u00a0{readable(size)}" for axis, size in sent[0].by_axis.items())
     words = f"#1 sends a step: {', '.join(axes) or 'nothing'}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megacpp.blocks.attention.config import YarnConfig
-from megacpp.config.checks.every import check, lookup, resolve
+from megacpp.config.checks.every import check, lookup, resolve, surprises
 from megacpp.config.checks.mesh import batch_ranks, mesh_rules
 from megacpp.config.environment import ranks_started
 from megacpp.config.file import ConfigFile, read_config_file
@@ -107,18 +107,7 @@ def parse_run(argv: Sequence[str], world_size: int, resumes: bool = False) -> Re
         notes += as_saved
     check(config, world_size)
     final = resolve(config, world_size)
-    budget = final.recompute.activation_memory_budget
-    if 0 <= budget < 1 and config.recompute.activation_memory_budget < 0:
-        notes.append(
-            f"compiled blocks keep recompute.activation_memory_budget={budget:g} of their "
-            "activations instead of following the recompute policy; 1 keeps all"
-        )
-    longest = final.model.attention.max_seq_len
-    if final.data.seq_len > longest and "A" in final.model.pattern:
-        notes.append(
-            f"rows have {final.data.seq_len:,} tokens, model.attention.max_seq_len={longest}: an "
-            "export, chat and tasks keep to that, raise it too"
-        )
+    notes += surprises(config, final)
     return Resolved(final, _provenance(written, final), tuple(notes))
 
 

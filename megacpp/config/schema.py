@@ -168,7 +168,7 @@ class MeshConfig:
     """Degrees of each mesh axis; their product, without ep, is the number of ranks."""
 
     pp: int = _degree(1, "Pipeline parallelism: stages of layers.")
-    dp_replicate: int = _degree(1, "Data parallelism with whole copies of the shards (HSDP).")
+    dp_replicate: int = _degree(1, "Copies of all shards (HSDP); without shards it is as dp_shard.")
     dp_shard: int = _degree(-1, "Data parallelism with FSDP2's shards (-1: fills the world).")
     cp: int = _degree(1, "Context parallelism: chunks of a row.")
     tp: int = _degree(1, "Tensor and sequence parallelism; divides heads and widths.")

@@ -124,6 +124,8 @@ def meshes(config: Config, world: int, fixed: Collection[str] = ()) -> Iterator[
                     shards = world // tp // cp // pp // copies
                     if shards not in degrees("dp_shard", shards):
                         continue
+                    if copies > 1 == shards * cp and "mesh.dp_replicate" not in fixed:
+                        continue  # there are no shards to copy: the same as dp_shard
                     for ep in degrees("ep", shards * cp * tp):
                         found.append((tp * cp * pp * copies, copies, pp, cp, tp, ep, shards))
     for _, copies, pp, cp, tp, ep, shards in sorted(found):

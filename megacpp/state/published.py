@@ -156,7 +156,10 @@ def checked_extra(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def advice(path: Path) -> str:
-    """Return the fix for an unloadable checkpoint: the next newest one, or a fresh start."""
+    """Return the fix for an unloadable checkpoint: one in it, the next newest, or to start anew."""
+    for folder in (path, path / "checkpoints"):
+        if inside := latest_checkpoint(folder):
+            return f"use --checkpoint.resume {inside}"
     others = [p for p in published(path.parent) if p.name != path.name]
     if others:
         return f"use another checkpoint: --checkpoint.resume {others[0]}"

@@ -73,7 +73,8 @@ def all_meshes(config: Config, world: int) -> list[MeshConfig]:
     degrees = [d for d in range(1, world + 1) if world % d == 0]
     found = []
     for pp, copies, shards, cp, tp in itertools.product(degrees, repeat=5):
-        if pp * copies * shards * cp * tp == world:
+        same = copies > 1 == shards * cp  # as dp_shard of that size
+        if pp * copies * shards * cp * tp == world and not same:
             folded = shards * cp * tp
             found += [
                 replace(

@@ -188,6 +188,11 @@ def test_advice_without_another_checkpoint(folder: Path) -> None:
     assert "--checkpoint.resume never" in error_of(folder / "step-000002")
 
 
+def test_a_run_given_as_a_checkpoint_names_its_newest_one(folder: Path) -> None:
+    for given in (folder, folder.parent):
+        assert f"Fix: use --checkpoint.resume {folder}/step-000002" in error_of(given)
+
+
 def test_the_manifest_can_be_checked_by_hand(folder: Path) -> None:
     """Sizes, hashes, shapes and dtypes are plain JSON."""
     content = json.loads((folder / "step-000002" / "manifest.json").read_text())

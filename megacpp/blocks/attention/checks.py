@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from megacpp.blocks.attention.config import AttentionConfig
     from megacpp.config.schema import Config
 
+# Values that leave a setting of grouped-query attention off; of others false.
+WITHOUT = {"softcap": "none", "rope_fraction": "1", "window": "0", "full_layers": '""'}
+
 
 def checks(config: Config) -> Iterator[ConfigError]:
     """Broken rules of `model.attention`."""
@@ -38,11 +41,12 @@ def checks(config: Config) -> Iterator[ConfigError]:
         gqa_only |= {"output_gate": a.output_gate, "window": a.window}
         gqa_only |= {"full_layers": a.full_layers}
         for name in (name for name, value in gqa_only.items() if value):
+            key = f"model.attention.{name}"
             yield config_error(
-                f"model.attention.{name}",
+                key,
                 getattr(a, name),
                 "belongs to grouped-query attention, not to MLA",
-                "set model.attention.kind=gqa or leave it off",
+                f"use model.attention.kind=gqa or {key}={WITHOUT.get(name, 'false')}",
             )
         return
     if a.num_heads % a.num_kv_heads:

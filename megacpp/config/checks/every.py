@@ -76,6 +76,32 @@ def resolve(config: Config, world_size: int) -> Config:
     return dataclasses.replace(config, train=train, mesh=mesh, run=run, recompute=recompute)
 
 
+def surprises(config: Config, final: Config) -> Iterator[str]:
+    """Yield a sentence for each legal setting that does something else than its name says.
+
+    Args:
+        config: as given.
+        final: the same, resolved.
+    """
+    budget, mesh = final.recompute.activation_memory_budget, final.mesh
+    if 0 <= budget < 1 and config.recompute.activation_memory_budget < 0:
+        yield (
+            f"compiled blocks keep recompute.activation_memory_budget={budget:g} of their "
+            "activations instead of following the recompute policy; 1 keeps all"
+        )
+    if mesh.dp_replicate > 1 == mesh.dp_shard * mesh.cp:
+        yield (
+            f"mesh.dp_replicate={mesh.dp_replicate} has no shards to copy (dp_shard * cp = 1): its "
+            f"ranks share parameters as with mesh.dp_shard={mesh.dp_replicate}"
+        )
+    longest = final.model.attention.max_seq_len
+    if final.data.seq_len > longest and "A" in final.model.pattern:
+        yield (
+            f"rows have {final.data.seq_len:,} tokens, model.attention.max_seq_len={longest}: an "
+            "export, chat and tasks keep to that, raise it too"
+        )
+
+
 def lookup(config: Config, key: str) -> Any:
     """Return the value of a dotted key such as `mesh.tp`."""
     value: Any = config
