@@ -382,3 +382,18 @@ def test_replicas_without_shards_are_noted() -> None:
     assert parse_run([*given, "2"], 4).notes == ()
     (note,) = parse_run([*given, "1"], 2).notes
     assert "dp_replicate=2 has no shards to copy" in note and "as with mesh.dp_shard=2" in note
+
+
+def test_a_file_without_a_preset_has_runs_of_its_own(tmp_path: Path) -> None:
+    """The folder of tiny's runs isn't theirs, and it is said whose settings fill the gaps."""
+    file = tmp_path / "big.toml"
+    file.write_text("model.depth = 6")
+    found = parse_run(["--config", str(file)], 1)
+    assert found.config.run.dir == "runs/big" and found.config.preset == "tiny"
+    assert found.notes == (f"{file} names no preset: what it leaves out is that of tiny",)
+    named = parse_run(["tiny", "--config", str(file)], 1)
+    assert named.config.run.dir == "runs/tiny" and named.notes == ()
+    moved = parse_run(["--config", str(file), "--run.dir", "mine"], 1)
+    assert moved.config.run.dir == "mine"
+    file.write_text('preset = "tiny"\nmodel.depth = 6')
+    assert parse_run(["--config", str(file)], 1).config.run.dir == "runs/tiny"

@@ -122,6 +122,9 @@ def read_run(argv: Sequence[str]) -> Written:
     file = None if path is None else read_config_file(Path(path))
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
     base = preset(_preset_name(name, file))
+    unnamed = None if file is None or name or file.preset else file.path
+    if unnamed:  # its runs aren't those of tiny
+        base = replace_keys(base, {"run.dir": f"runs/{unnamed.stem}"})
     fit = take_value(arguments, "--fit", None)
     if fit is not None:  # a way to start, so it has a short name
         arguments += ["--memory.fit", fit]
@@ -131,6 +134,8 @@ def read_run(argv: Sequence[str]) -> Written:
         changed = [key for key, value in flatten(config).items() if _other(base, key, value)]
         sources = dict.fromkeys(changed, "config file")
     arguments, notes = translate(arguments)
+    if unnamed:
+        notes.append(f"{unnamed} names no preset: what it leaves out is that of {base.preset}")
     given = dict(read_flags(arguments))
     sources |= dict.fromkeys(given, "command line")
     config = replace_keys(config, given)
