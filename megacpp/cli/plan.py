@@ -275,7 +275,9 @@ def _show(
     note = untraced_words(as_planned(shown[0].config))
     for line in (*why, *(wrapped(note) if note else ())):
         console.print(line, markup=False)
-    console.print("\nbest:", markup=False)
+    by_memory = asked.world > asked.per_node and not times
+    rules = " by rules of memory (--gpu orders by predicted seconds)" if by_memory else ""
+    console.print(f"\nbest{rules}:", markup=False)
     for line in node_lines(asked.world, asked.per_node):
         console.print(f"  {line}", markup=False)
     for line in command_lines(launch_words(asked, shown[0])):
