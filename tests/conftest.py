@@ -2,6 +2,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zlib
@@ -101,6 +102,16 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for header in sorted(folder.glob("*.h"))[:60]:
         shutil.copy(header, source)
     return source
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """Restore signal handlers behind each test: reading a command line in it sets a run's."""
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
