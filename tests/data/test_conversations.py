@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import Counter
 from fractions import Fraction
@@ -11,14 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers
 
 from megacpp.config.mix import mix_stages
 from megacpp.data import token_shares
 from megacpp.data.batches import IGNORED
-from megacpp.data.conversations import DATED, ONLY_LAST, ChatTemplate
+from megacpp.data.conversations import ChatTemplate
 from megacpp.data.corpus import Corpus
 from megacpp.data.mixture import Mixture
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
@@ -26,25 +23,9 @@ from megacpp.data.shards import fingerprint, read_index
 from megacpp.data.token_shares import TokenWalk
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError, DataError
-from megacpp.interop.tokenizer import write_tokenizer
 from megacpp.model.hybrid import HybridLM
+from tests.data.chats import TALK, chatml_folder
 from tests.model.small import small
-
-CHATML = (
-    "{% for message in messages %}\n"
-    "{{ '<|im_start|>' + message.role + '\\n' }}"
-    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}"
-    "{% endgeneration %}{% else %}{{ message.content + '<|im_end|>' }}{% endif %}\n"
-    "{{ '\\n' }}\n{%- endfor %}\n"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-TALK = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Was heißt <|im_end|> und <eos>?"},
-    {"role": "assistant", "content": "Ein Zeichen."},
-    {"role": "user", "content": " Danke\n"},
-    {"role": "assistant", "content": "Gern, <|im_end|> 🙂"},
-]
 
 
 def question(n: int) -> dict[str, object]:
@@ -69,18 +50,7 @@ def path(source: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a byte-level tokenizer of ChatML, as published ones are."""
-    folder = tmp_path_factory.mktemp("chatml")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = tokenizers.Tokenizer(models.BPE(vocab={x: i for i, x in enumerate(letters)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    inner.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    inner.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHATML}
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    return chatml_folder(tmp_path_factory.mktemp("chatml"))
 
 
 def answers(corpus: Corpus, split: str) -> list[list[int]]:
@@ -158,37 +128,6 @@ def test_a_prompt_is_the_beginning_of_what_is_learned(path: Path, chatml: Path) 
             prompt = template.prompt_ids(TALK[:count])
             assert ids[: len(prompt)].tolist() == prompt
             assert learned[len(prompt)] and not learned[len(prompt) - 1]
-
-
-def test_a_template_of_the_tokenizer_is_read_as_transformers_reads_it(
-    source: Path, chatml: Path, tmp_path: Path
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    spec = CorpusSpec(str(source), tokenizer=str(chatml), validation_fraction=0.1)
-    corpus = Corpus(ensure_corpus(spec, tmp_path / "corpus").path, 64)
-    write_tokenizer(corpus.tokenizer, tmp_path, 64)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    template = ChatTemplate(corpus.tokenizer)
-    talk = [{**one, "content": one["content"].replace("<|im_end|>", "")} for one in TALK]
-    both = theirs.apply_chat_template(talk, return_assistant_tokens_mask=True, return_dict=True)
-    ids, learned = template.encode([talk])[0]
-    assert ids.tolist() == both["input_ids"] and learned.tolist() == both["assistant_masks"]
-    prompt = theirs.apply_chat_template(talk[:2], add_generation_prompt=True, return_dict=True)
-    assert template.prompt_ids(talk[:2]) == prompt["input_ids"]
-    assert template.end == theirs.convert_tokens_to_ids("<|im_end|>")
-
-
-def test_a_template_file_goes_before_the_configuration(chatml: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(chatml, tmp_path / "named"))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = [
-        {"name": "tools", "template": "x"},
-        {"name": "default", "template": "y"},
-    ]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    assert CorpusTokenizer.load(folder / "tokenizer.json").template == "y"
-    (folder / "chat_template.jinja").write_text("z")
-    assert CorpusTokenizer.load(folder / "tokenizer.json").template == "z"
 
 
 def test_tokens_that_are_not_learned_have_no_gradient(path: Path) -> None:
@@ -400,57 +339,6 @@ def test_mistakes_name_line_and_fix(tmp_path: Path, record: object, said: str) -
 def test_conversations_are_not_cut(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fim_rate=0\.5: conversations aren't cut"):
         made(tmp_path, question(1), question(2), fim_rate=0.5)
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{% if %}", "isn't valid Jinja"),
-        ("{{ raise_exception('no\nsystem') }}", r"refuses the conversation '1' \(no system\)"),
-        (
-            "{% for m in messages %}{{ m.role + m.content }}"
-            "{{ messages | length if messages[0].role == 'system' }}{% endfor %}",
-            "writes message 3 of the conversation 'Be brief.' another way once more follow",
-        ),
-    ],
-)
-def test_a_template_that_does_not_fit_is_named(chatml: Path, template: str, said: str) -> None:
-    tokenizer = CorpusTokenizer.load(chatml / "tokenizer.json")
-    tokenizer.template = template
-    with pytest.raises(DataError, match=said):
-        ChatTemplate(tokenizer).encode([TALK])
-
-
-# As Qwen3's: an answer has thoughts, here empty ones, until a question follows.
-THINKS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ '<think></think>' if m.role == 'assistant' and loop.last }}{{ m.content }}<|im_end|>\n"
-    "{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
-)
-
-
-def test_the_last_answer_is_learned_if_the_template_changes_earlier_ones(chatml: Path) -> None:
-    tokenizer = CorpusTokenizer.load(chatml / "tokenizer.json")
-    tokenizer.template = THINKS
-    template = ChatTemplate(tokenizer)
-    assert template.notes == [ONLY_LAST]
-    two = [{"role": role, "content": text} for text in "ab" for role in ("user", "assistant")]
-    ((ids, learned), (one, all_of_it)) = template.encode([two, two[:2]])
-    assert tokenizer.decode(ids[learned > 0].tolist()) == "<think></think>b"
-    assert tokenizer.decode(one[all_of_it > 0].tolist()) == "<think></think>a"
-    with pytest.raises(DataError, match="another way once more follow"):
-        template.encode([[*two, two[0]]])  # nothing is left to learn
-
-
-def test_a_template_writes_the_date(chatml: Path) -> None:
-    """As transformers lets it, unless it has a date of its own for programs that don't."""
-    tokenizer, asks = CorpusTokenizer.load(chatml / "tokenizer.json"), "{{ strftime_now('%Y') }}"
-    tokenizer.template = asks + CHATML
-    template = ChatTemplate(tokenizer)
-    assert template.notes == [DATED] and re.match(r"\d{4}<", template.render(TALK))
-    tokenizer.template = "{% if strftime_now is defined %}" + asks + "{% else %}2024{% endif %}"
-    template = ChatTemplate(tokenizer)
-    assert template.notes == [] and template.render(TALK) == "2024"
 
 
 @pytest.mark.parametrize("field", ["", "conversations"])

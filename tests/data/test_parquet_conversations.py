@@ -11,7 +11,8 @@ import pytest
 from megacpp.cli.main import main
 from megacpp.data.shards import fingerprint, read_index
 from megacpp.data.sources import find_source, read_items
-from tests.data.test_conversations import TALK, question
+from tests.data.chats import TALK
+from tests.data.test_conversations import question
 
 
 def as_parquet(path: Path, records: list[dict]) -> Path:
