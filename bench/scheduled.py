@@ -20,6 +20,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 
+from checkpointing.compile import FEWER_LAUNCHES
+
 GPU = torch.device("cuda", 0)
 # What Inductor asks of a device, as an H100 SXM answers.
 H100 = SimpleNamespace(
@@ -122,7 +124,7 @@ def as_on_h100() -> Iterator[list[tuple[str, int]]]:
         stack.enter_context(patch.object(GraphLowering, "compile_to_module", stop))
         folder = stack.enter_context(TemporaryDirectory())
         stack.enter_context(patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder))
-        stack.enter_context(inductor.patch(fx_graph_cache=False))
+        stack.enter_context(inductor.patch({"fx_graph_cache": False, **FEWER_LAUNCHES}))
         yield made
 
 

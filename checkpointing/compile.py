@@ -5,11 +5,11 @@
 It is called after heads, tokens and experts are sharded, and before FSDP2 shards the rest. Only a
 block's computation is compiled, so names, hooks and saved state stay as they are:
 
-A, F    the whole block, one graph without a break E       the shared expert; sizes of routed
-tensors depend on values, which no graph knows A.*     nothing of a sparse block: its selection is
-kept for other layers, and for its backward M       the whole block if torch's operators do its
-scan, with every head on this rank R       nothing: it iterates over tokens, and a graph would hold
-each step
+    A, F    the whole block, one graph without a break
+    E       the shared expert; sizes of routed tensors depend on values, which no graph knows
+    A.*     nothing of a sparse block: its selection is kept for other layers and its backward
+    M       the whole block if torch's operators do its scan, with every head on this rank
+    R       nothing: it iterates over tokens, and a graph would hold each step
 
 Blocks of the same classes share their graphs. Without gradients nothing is saved and blocks run
 uncompiled. (Activation memory, not saved training state.)
@@ -52,6 +52,9 @@ BY_HAND = "its kernels say themselves what they keep"
 BY_TOKEN = "it goes from token to token"
 CUT = "its scan is cut over ranks"
 LOOKED_UP = "what its memory looks up is hashed outside of graphs"
+# Settings of torch._inductor.config on a GPU: element-wise kernels that don't depend on each other,
+# as of queries and of keys, are one launch.
+FEWER_LAUNCHES = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ class Compiler:
         say(f"compiling {self.name} by {self.backend}, with budget {self.budget:g} ...")
         try:
             with config.patch(self.settings()):  # type: ignore[attr-defined]
-                made = lookup_backend(self.backend)(graph, inputs)
+                made = lookup_backend(self.backend)(graph, inputs, **self.options(inputs))
             say(f"    {time.perf_counter() - began:.1f} s; their backward when it first runs")
             return made
         except (RestartAnalysis, SkipFrame):
@@ -254,6 +257,15 @@ class Compiler:
         if self.halves:  # otherwise inductor's backward overwrites saved tensors
             found["donated_buffer"] = False
         return found
+
+    def options(self, inputs: list[Any]) -> dict[str, Any]:
+        """Return arguments of the backend for a graph of these inputs."""
+        if self.backend != "inductor" or not any(getattr(x, "is_cuda", False) for x in inputs):
+            return {}
+        from torch._inductor import config
+
+        known = all(hasattr(config, name) for name in FEWER_LAUNCHES)
+        return {"config_patches": FEWER_LAUNCHES} if known else {}
 
 
 def _fail(error: Exception, *_: Any) -> NoReturn:

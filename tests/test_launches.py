@@ -18,6 +18,12 @@ from bench.launches import (
     line,
     row,
 )
+from checkpointing.tracing.live_bytes import LiveBytes
+from megacpp.kernels.linear_cross_entropy.chunked import (
+    ONE_CHUNK,
+    chunk_rows,
+    linear_cross_entropy,
+)
 from tests.model.in_child import run_cases
 
 # The recurrences of torch's forms have thousands of launches: many seconds each.
@@ -67,3 +73,25 @@ def test_a_section_is_rewritten_in_place(tmp_path: Path, later: str) -> None:
     for _ in range(2):
         write_section(page, HEADING, "| new |")
         assert page.read_text() == text.replace("old", "new")
+
+
+@pytest.mark.parametrize("sizes, rows", [((8192, 3584, 65536), 8192), ((8192, 1024, 65536), 4096)])
+def test_all_tokens_at_once_where_that_takes_no_more_memory(
+    sizes: tuple[int, int, int], rows: int
+) -> None:
+    """A single chunk has more logits, and no sum of the weight's gradient in fp32."""
+    pytest.importorskip("triton")
+
+    def held(chunk: int | None) -> tuple[int, int]:
+        tokens, dim, words = sizes
+        with counted() as counter, LiveBytes() as live:
+            x_ND, weight_VD = (torch.empty(n, dim, dtype=torch.bfloat16) for n in (tokens, words))
+            leaves, before = (x_ND.requires_grad_(), weight_VD.requires_grad_()), live.now
+            target_N = torch.empty(tokens, dtype=torch.int64)
+            assert chunk or chunk_rows(*leaves, "triton") == rows
+            linear_cross_entropy(*leaves, target_N, chunk=chunk, backend="triton")
+            return live.peak - before, counter.now.bytes
+
+    (peak, moved), (of_chunks, moved_by_chunks) = held(None), held(4096)
+    assert peak <= ONE_CHUNK * of_chunks
+    assert rows == 4096 or moved < 0.6 * moved_by_chunks

@@ -13,8 +13,8 @@ chunk, v words of a vocabulary shard.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,8 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     VocabularyShard,
     accumulate,
     chunk_rows,
+    token_spans,
+    weight_sum,
 )
 
 
@@ -132,21 +134,12 @@ def token_order_loss_plain(x_ND: Tensor, weight_VD: Tensor, target_NV: Tensor) -
     return -(share_NV * logits_NV.log_softmax(1)).sum()
 
 
-class ListFunction(Protocol):
-    """Function of a chunk (`ChunkFunction`) for lists of words with shares of the target."""
-
-    def __call__(
-        self,
-        x_nD: Tensor,
-        w_vD: Tensor,
-        words_nK: Tensor,
-        share_nK: Tensor,
-        has_n: Tensor,
-        shard: VocabularyShard | None,
-        want: bool,
-    ) -> tuple[ShardStatistics, Tensor | None]:
-        """Return statistics of n tokens over all words, and their logits' gradient if wanted."""
-        ...
+# Of x `[n, D]`, words `[v, D]`, words ahead and their shares `[n, K]`, tokens that have any `[n]`,
+# the shard, and whether the gradient of the logits is wanted: as `ChunkFunction`.
+ListFunction = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, VocabularyShard | None, bool],
+    tuple[ShardStatistics, Tensor | None],
+]
 
 
 def list_function(backend: str) -> ListFunction:
@@ -176,9 +169,9 @@ class _TokenOrderLoss(torch.autograd.Function):
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         loss_N = torch.empty(len(x_ND), dtype=wide, device=x_ND.device)
         dx_ND = torch.empty_like(x_ND) if want_x else None
-        dw_VD = torch.empty_like(w_VD, dtype=wide) if want_weight else None
-        for start in range(0, len(x_ND), rows):
-            part = slice(start, start + rows)
+        parts = token_spans(len(x_ND), rows)
+        dw_VD = weight_sum(weight_VD, x_ND, len(parts)) if want_weight else None
+        for part in parts:
             words_nK, share_nK = ahead.targets(part, wide)
             has_n = share_nK.sum(1) > 0
             if shard is not None:
@@ -193,7 +186,7 @@ class _TokenOrderLoss(torch.autograd.Function):
                 if dx_ND is not None:
                     torch.mm(g_nV, w_VD, out=dx_ND[part])
                 if dw_VD is not None:
-                    accumulate(dw_VD, g_nV, x_nD, first=start == 0)
+                    accumulate(dw_VD, g_nV, x_nD, first=part.start == 0)
             del g_nV, words_nK, share_nK  # before the next chunk is made: one at a time
         dw_VD = None if dw_VD is None else dw_VD.to(weight_VD.dtype)
         ctx.save_for_backward(dx_ND, dw_VD)  # type: ignore[arg-type]

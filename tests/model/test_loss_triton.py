@@ -24,16 +24,18 @@ def test_compiles_without_a_gpu(softcap: float, capability: int) -> None:
     triton = pytest.importorskip("triton")
     from megacpp.kernels.linear_cross_entropy import triton as kernels
 
-    fixed = {"V": 65537, "CAP": softcap, "WIDE": triton.language.float32, "BLOCK": 4096}
+    fixed = {"V": 65537, "CAP": softcap, "WIDE": triton.language.float32}
     fixed |= {"Z_LOSS": 1e-4, "IGNORE": -100, "WEIGHTED": True}
-    numbers = {"logits_ptr": "*bf16", "target_ptr": "*i64", "first": "i32"}
-    tokens = {"max_ptr": "*fp32", "sumexp_ptr": "*fp32", "weight_ptr": "*fp32"}
+    numbers = {"logits_ptr": "*bf16", "target_ptr": "*i64", "weight_ptr": "*fp32", "first": "i32"}
+    rows, pair = {"out_ptr": "*fp32", "n": "i32"}, {"max_ptr": "*fp32", "sumexp_ptr": "*fp32"}
+    row = {"BLOCK": kernels.ROW_BLOCK}, kernels.ROW_WARPS
     cases = (
-        (kernels._statistics_kernel, numbers | {"out_ptr": "*fp32", "n": "i32"}),
-        (kernels._gradient_kernel, numbers | tokens),
+        (kernels._rows_kernel, rows, row[0] | {"WANT": False}, row[1]),
+        (kernels._rows_kernel, rows, row[0] | {"WANT": True}, row[1]),
+        (kernels._gradient_kernel, pair, {"BLOCK": kernels.BLOCK}, kernels.NUM_WARPS),
     )
-    for kernel, kinds in cases:
-        made = compiled(kernel, kinds, fixed, capability, {"num_warps": kernels.NUM_WARPS})
+    for kernel, kinds, more, warps in cases:
+        made = compiled(kernel, numbers | kinds, fixed | more, capability, {"num_warps": warps})
         assert made.asm["cubin"] and made.metadata.shared < 1024
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ IGNORED = -100
 FEWEST_ROWS = 128  # below, the products of a chunk are too thin to run at full speed
 GPU_ROWS = 4096  # then reading and writing dW costs 5 % of a chunk's three products on an H200
 GPU_CHUNK_BYTES = 2**29  # that the widest copy of a chunk's logits may have on a GPU
+ONE_CHUNK = 1.125  # most bytes of all tokens at once, relative to several chunks
 
 
 class CrossEntropy(NamedTuple):
@@ -104,7 +105,8 @@ def chunk_rows(x_ND: Tensor, weight_VD: Tensor, backend: str = "torch") -> int:
     The power of two at or above N D / V, so that memory doesn't grow with V, but at least 128: on a
     CPU, 64 rows cost 1.3 times the time of 128 and more than 256 gain 5 % at most (D 256, V 4096).
     On a GPU at least `GPU_ROWS`, or as many as `GPU_CHUNK_BYTES` allow: each chunk reads the weight
-    twice, and reads and writes its gradient.
+    twice, and reads and writes its gradient. One chunk needs no wide sum of the weight's gradient,
+    so all tokens go at once if that takes about the same memory.
 
     Args:
         x_ND: hidden states.
@@ -118,6 +120,11 @@ def chunk_rows(x_ND: Tensor, weight_VD: Tensor, backend: str = "torch") -> int:
         )
         most = max(1, GPU_CHUNK_BYTES // (len(weight_VD) * dtype.itemsize))
         wanted = max(wanted, min(GPU_ROWS, 1 << (most.bit_length() - 1)))
+        if dtype == weight_VD.dtype and dtype.itemsize == 2:
+            # In 2 V bytes: all logits and a narrow gradient, or a chunk's and a wide one, rounded.
+            N, D = x_ND.shape
+            if ONE_CHUNK * (2 * D + max(D, wanted)) >= N + D:
+                wanted = N
     return min(max(1, len(x_ND)), 1 << (wanted - 1).bit_length())
 
 
@@ -127,12 +134,7 @@ def token_spans(tokens: int, rows: int) -> list[slice]:
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
-    """Return `cap * tanh(logits / cap)`, or the logits, of any shape, when `cap` is None.
-
-    Args:
-        logits: `[...]`.
-        cap: largest magnitude.
-    """
+    """Return `cap * tanh(logits / cap)`, or the logits, of any shape `[...]`, without a cap."""
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
@@ -180,20 +182,11 @@ class Terms:
         return own if self.shard is None else self.shard.merge(own)
 
 
-class ChunkFunction(Protocol):
-    """Function of a chunk: statistics over all words, and the gradient of the logits if wanted."""
-
-    def __call__(
-        self,
-        x_nD: Tensor,
-        w_vD: Tensor,
-        target_n: Tensor,
-        weight_n: Tensor | None,
-        terms: Terms,
-        want: bool,
-    ) -> tuple[ShardStatistics, Tensor | None]:
-        """Return statistics of n tokens over all words, and their logits' gradient if wanted."""
-        ...
+# Of x `[n, D]`, words `[v, D]`, targets `[n]`, factors `[n]`, terms, and whether a gradient of the
+# logits is wanted: statistics of n tokens over all words, and that gradient.
+ChunkFunction = Callable[
+    [Tensor, Tensor, Tensor, Tensor | None, Terms, bool], tuple[ShardStatistics, Tensor | None]
+]
 
 
 def chunk_function(backend: str) -> ChunkFunction:
@@ -222,10 +215,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         want_x, want_weight = (grad and needed for needed in ctx.needs_input_grad[:2])  # type: ignore[attr-defined]
         w_VD = weight_VD.to(x_ND.dtype)
         dx_ND = torch.empty_like(x_ND) if want_x else None
-        wide = torch.promote_types(x_ND.dtype, torch.float32)
-        dw_VD = torch.empty_like(w_VD, dtype=wide) if want_weight else None
-        chunks = []
-        for part in token_spans(len(x_ND), rows):
+        parts, chunks = token_spans(len(x_ND), rows), []
+        dw_VD = weight_sum(weight_VD, x_ND, len(parts)) if want_weight else None
+        for part in parts:
             weight_n = None if weight_N is None else weight_N[part]
             x_nD, want = x_ND[part], want_x or want_weight
             found, g_nV = go_over(x_nD, w_VD, target_N[part], weight_n, terms, want)
@@ -324,6 +316,16 @@ def _logit_gradient(
     g_nV = exp_nV.mul_(factor_n[:, None])
     g_nV.scatter_add_(1, index_n[:, None], -here_n.to(g_nV.dtype)[:, None])
     return g_nV if slope_nV is None else g_nV.mul_(slope_nV)
+
+
+def weight_sum(weight_VD: Tensor, x_ND: Tensor, chunks: int) -> Tensor:
+    """Return memory for the weight's gradient, summed over chunks in fp32 or wider.
+
+    The product of a single chunk is rounded once in any case: its dtype is that of `x_ND`.
+    """
+    at_once = chunks == 1 and weight_VD.dtype == x_ND.dtype
+    dtype = x_ND.dtype if at_once else torch.promote_types(x_ND.dtype, torch.float32)
+    return torch.empty_like(weight_VD, dtype=dtype)
 
 
 def accumulate(dw_VD: Tensor, g_nV: Tensor, x_nD: Tensor, first: bool) -> None:
