@@ -187,14 +187,20 @@ def test_a_run_is_its_composition(case: Case, corpus: Path, tmp_path: Path) -> N
 
 
 def saved(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the newest checkpoints: no save in a streak of bad steps, one when told to stop."""
-    streak, steps = 0, []
+    """Return what is kept: no save in a streak of bad steps, one when told to stop and at the end.
+
+    One in a streak isn't counted among those that are kept.
+    """
+    kept: list[tuple[int, bool]] = []  # newest first: steps, and whether no bad ones led there
+    streak = 0
     for done, row in enumerate(rows, 1):
         if row["valid_tokens"]:  # a step without a label neither goes on with it nor ends it
             streak = streak + 1 if row["skipped"] else 0
         if done in (TOLD + 1, STEPS) or (done % EVERY == 0 and not streak):
-            steps.append(done)
-    return [f"step-{step:06}" for step in steps[-KEEP:]]
+            kept.insert(0, (done, not streak))
+            sound = [place for place, (_, whole) in enumerate(kept, 1) if whole]
+            del kept[sound[KEEP - 1] if len(sound) >= KEEP else len(kept) :]
+    return [f"step-{step:06}" for step, _ in reversed(kept)]
 
 
 def same(found: Any, want: Any, limit: float, where: Any) -> None:
