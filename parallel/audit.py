@@ -141,6 +141,8 @@ class AuditedBoundary(AccumulationBoundary):
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 places = []
                 for p in group.fsdp_params:
+                    if not p.sharded_param.requires_grad:
+                        continue  # FSDP2 reduces gradients alone
                     owner = owners.get(id(p._module_info.module), "")
                     places.append((len(self.names), p.padded_sharded_param_size.numel()))
                     self.names.append(owner + p._module_info.param_name)

@@ -258,6 +258,7 @@ class AccumulationBoundary:
             for batch in watch(batches):
                 mine = self._mine(batch)
                 sums += microbatch_sums(self._run(mine), mine)
+                mine.docs.forget()
         self.world.sum(sums, "loss")
         self.model.train(training)
         for unit in self.units:  # no backward follows that would: parameters are shards again
@@ -266,8 +267,9 @@ class AccumulationBoundary:
 
     def _mine(self, batch: Batch) -> Batch:
         """Return this rank's part of a microbatch."""
-        if self.world.degree("cp") == 1:  # whole rows, which the model attaches if it needs them
-            return batch.to(self.world.device)
+        if self.world.degree("cp") == 1:  # whole rows
+            batch = batch.to(self.world.device)
+            return batch.with_tokens() if self.needs_full_row else batch
         return share(batch, self.layout, self.needs_full_row, self.world.device)
 
     def _no_sums(self) -> Tensor:

@@ -140,6 +140,8 @@ class Pipeline:
                 unit.set_reshard_after_backward(False)
         with _errors_of_stages():
             self._built[1].step(*args, target=target, return_outputs=False)
+        for stage in self.stages:
+            stage.forget()
         return self._sums()
 
     @torch.no_grad()
@@ -156,6 +158,8 @@ class Pipeline:
                     unit.unshard()
         for batch in batches:
             self._forward(batch)
+            for stage in self.stages:
+                stage.forget()
         for unit in self.units():  # no backward follows that would
             unit.reshard()
         return self._sums()

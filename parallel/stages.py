@@ -9,6 +9,7 @@ Legend: B rows, t tokens of this rank, D model.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ class Stage(nn.Module):
         remembers: layers of the model have an n-gram memory.
         coming: this rank's tokens of the microbatches to come, in the order of the schedule: every
             schedule of torch brings those of one stage forward in the order of the batch.
+        given: documents of the microbatches of this step.
         hands_on: shape and dtype of the hidden states for the next stage, once they are known.
         choices: packs and unpacks a choice of keys from or for another stage.
         taken, handed: choices of microbatches that wait for their forward, or to be sent.
@@ -61,6 +63,7 @@ class Stage(nn.Module):
                     self.add_module(name, modules[name])
         self.blocks = nn.ModuleDict({str(i): model.blocks[str(i)] for i in part.layers})
         self.coming: deque[Batch] = deque()
+        self.given: list[weakref.ref[Documents]] = []
         self.hands_on: tuple[torch.Size, torch.dtype] | None = None
         self.choices: ChoiceHandoff | None = None
         self.lender: Stage | None = None
@@ -72,10 +75,17 @@ class Stage(nn.Module):
         """Queue microbatches, of which `forward` takes one after another."""
         self.taken.clear()
         self.handed.clear()
-        # With documents of its own: their memos are freed with the stage's own graph.
+        # With documents of its own: their memos are freed with the stage's own graph, or, where tp
+        # makes parts of rows that point back at them, by `forget`.
         self.coming = deque(
             replace(batch, docs=batch.docs.to(batch.ids_BT.device)) for batch in batches
         )
+        self.given = [weakref.ref(batch.docs) for batch in self.coming]
+
+    def forget(self) -> None:
+        """Drop the memos of all microbatches; call it once none of them goes on."""
+        for docs in filter(None, (given() for given in self.given)):
+            docs.forget()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the next microbatch's hidden states `[B, t, D]`, or its loss sum if last.

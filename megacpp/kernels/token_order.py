@@ -188,7 +188,8 @@ class _TokenOrderLoss(torch.autograd.Function):
                 if dw_VD is not None:
                     accumulate(dw_VD, g_nV, x_nD, first=part.start == 0)
             del g_nV, words_nK, share_nK  # before the next chunk is made: one at a time
-        dw_VD = None if dw_VD is None else dw_VD.to(weight_VD.dtype)
+        if dw_VD is not None and weight_VD.dtype != torch.float16:
+            dw_VD = dw_VD.to(weight_VD.dtype)  # in fp16 a sum may overflow until it is scaled
         ctx.save_for_backward(dx_ND, dw_VD)  # type: ignore[arg-type]
         return loss_N.sum()
 

@@ -137,13 +137,15 @@ class Health:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a resumed run; JSON keeps these floats to the last bit."""
-        return {"average": self._average, "weight": self._weight, "losses": list(self._losses)}
+        found = {"average": self._average, "weight": self._weight, "losses": list(self._losses)}
+        return found | {"spikes": self.spikes}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a `state()`; of a longer window the newest losses are kept."""
         self._average, self._weight = state["average"], state["weight"]
         self._losses = deque(state["losses"], maxlen=self._losses.maxlen)
         self._ratio = self._sigma = None
+        self.spikes = state.get("spikes", 0)
 
     def _check_norm(self, norm: float) -> str:
         self._ratio = None

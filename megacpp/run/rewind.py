@@ -97,7 +97,8 @@ class Rewinds:
             read = state.loader.position
         rows, self.health.spikes = [state.loader.position, read], 0
         state.loader.skip_to(read)
-        why = self._differs or f"{bad} bad steps in a row" if bad else f"{spikes} spikes in a row"
+        streak = f"{bad} bad steps in a row" if bad else f"{spikes} spikes in a row"
+        why = self._differs or streak
         one = {"from": made, "to": state.step, "streak": max(bad, spikes), "rows": rows}
         one |= {"why": why, "path": str(path)}
         self.made.append(one)
@@ -115,9 +116,14 @@ class Rewinds:
         )
 
     def _newest(self) -> Path | None:
-        """Return the newest sound checkpoint that no rewind has found to be bad from its start."""
+        """Return the newest sound checkpoint that may be gone back to.
+
+        It is from before the streak, on the way that this run took, and no rewind has found it to
+        be bad from its start.
+        """
         futile = {one["to"] for one in self.made if one["from"] - one["to"] <= one["streak"]}
-        return newest_sound(self.state.folder, lambda step: step not in futile)
+        first = self.state.step - max(self.state.bad_steps, self.health.spikes)
+        return newest_sound(self.state.folder, lambda step: step <= first and step not in futile)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

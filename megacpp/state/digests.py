@@ -14,7 +14,7 @@ import json
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -71,7 +71,7 @@ class Digests:
         if self._number < 0:
             self._find_copies(tensors)
         names = list(tensors)
-        digests = torch.stack([digest(tensors[name]) for name in names]).to(self.device)
+        digests = digests_on(self.device, tensors.values())
         marks = torch.tensor([_mark(name) for name in names], device=self.device)
         mixed, total = digests * marks, (digests * marks).sum()
         rank, size = this_rank()
@@ -126,6 +126,14 @@ class Digests:
 
 
 @torch.no_grad()
+def digests_on(device: torch.device, tensors: Iterable[Tensor]) -> Tensor:
+    """Return the digests of tensors of any shape, `[n]` int64 on a device.
+
+    Some may be in host memory: moments of AdamW in few bits.
+    """
+    return torch.stack([digest(t).to(device) for t in tensors])
+
+
 def digest(t: Tensor) -> Tensor:
     """Return the digest of a tensor's bits, or of this rank's shard: 0-d int64.
 

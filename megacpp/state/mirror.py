@@ -83,10 +83,10 @@ class Mirror:
             holders = [_holders(everyone, step, rank) for rank in range(self.size)]
             if step <= after or not all(holders):
                 continue
-            piece = self._collect(step, [ranks[0] for ranks in holders])
+            piece = self._collect(step, holders)
             state = self._fitting(piece, tensors)
             if all(gather(state is not None)):
-                assert piece is not None and state is not None
+                assert state is not None
                 self._fill(piece, tensors)
                 return state
         return None
@@ -142,24 +142,26 @@ class Mirror:
 
     # ---- reading --------------------------------------------------------------------------------
 
-    def _collect(self, step: int, holders: list[int]) -> bytes | None:
-        """Return this rank's piece from the first rank that sees it; None: its hash differs."""
-        own: bytes | None = None
-        group = self.thread.group
-        for rank, holder in enumerate(holders):
-            if holder == rank:
-                own = self._read(step, rank) if rank == self.rank else own
-                continue
-            piece = self._read(step, rank) if self.rank == holder else b""
-            size = share(len(piece), holder)
-            if not size:  # its hash was wrong
-                continue
-            if self.rank == holder:
-                _exchange(_as_tensor(bytearray(piece)), rank, None, rank, group)
-            elif self.rank == rank:
-                arriving = torch.empty(size, dtype=torch.uint8)
-                _exchange(None, holder, arriving, holder, group)
-                own = arriving.numpy().tobytes()
+    def _collect(self, step: int, holders: list[list[int]]) -> bytes:
+        """Return this rank's piece from the first rank that has it whole; empty: none has.
+
+        Args:
+            step: of the pieces.
+            holders: for each rank, those that see a file with the name of its piece.
+        """
+        own, group = self._read(step, self.rank), self.thread.group
+        for rank, found in enumerate(gather(len(own))):
+            for holder in () if found else holders[rank]:
+                piece = self._read(step, rank) if self.rank == holder else b""
+                if not (size := share(len(piece), holder)):  # its hash was wrong
+                    continue
+                if self.rank == holder:
+                    _exchange(_as_tensor(bytearray(piece)), rank, None, rank, group)
+                elif self.rank == rank:
+                    arriving = torch.empty(size, dtype=torch.uint8)
+                    _exchange(None, holder, arriving, holder, group)
+                    own = arriving.numpy().tobytes()
+                break
         return own
 
     def _read(self, step: int, rank: int) -> bytes:
@@ -172,7 +174,7 @@ class Mirror:
                     return piece
         return b""
 
-    def _fitting(self, piece: bytes | None, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    def _fitting(self, piece: bytes, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """Return the `state` of a piece that has exactly these tensors, or None."""
         if not piece:
             return None

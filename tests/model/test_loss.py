@@ -184,6 +184,20 @@ def test_fsdp_sees_the_tensors_inside_a_loss() -> None:
     assert [leaf.item() for leaf in leaves] == [0, 1, 2, 3]
 
 
+def test_a_sum_in_fp16_overflows_only_once_it_is_scaled() -> None:
+    """The gradient of a frequent word, beyond 65,504 before it is divided by the tokens."""
+    tokens, word = 2**15, torch.full((2**15,), 7)
+    grads = []
+    for dtype in (torch.float32, torch.float16):
+        x_ND = torch.full((tokens, 4), 4.0, dtype=dtype)
+        weight_VD = torch.zeros(16, 4, dtype=dtype, requires_grad=True)
+        (linear_cross_entropy(x_ND, weight_VD, word).loss_sum / tokens).backward()
+        assert weight_VD.grad is not None and weight_VD.grad.dtype == dtype
+        grads.append(weight_VD.grad.float())
+    assert grads[0].abs().max() * tokens > 65504
+    assert torch.allclose(*grads, rtol=2.0**-10)
+
+
 def test_chunks_cost_about_as_much_as_their_input() -> None:
     for tokens, dim, vocab in ((4096, 512, 4096), (2048, 256, 2048), (65536, 4096, 131072)):
         x_ND, weight_VD = (torch.empty(s, device="meta") for s in ((tokens, dim), (vocab, dim)))

@@ -20,7 +20,7 @@ from parallel.audit import AuditedBoundary, _digest
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from tests.parallel.parity import Run, batches_of, config_of, gradients, world_of
-from tests.ranks import on_worlds
+from tests.ranks import on_worlds, run_ranks
 
 ONE = MeshConfig(dp_shard=1)
 MESHES = {
@@ -211,3 +211,17 @@ def test_rng_is_the_same_in_both_runs() -> None:
         boundary.accumulate(batches_of(0, world, run))
     assert len(drawn) == 3 and len(set(drawn)) == 1
     assert before != rng_state()
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(dp_shard=2), MeshConfig(dp_shard=1, tp=2)], ids=str)
+def test_weights_that_are_not_trained_have_no_gradients_to_compare(mesh: MeshConfig) -> None:
+    """Of a sparse warm-up only the indexer is trained."""
+
+    def differs(rank: int, world: int) -> str:
+        run = Run("sparse_gqa_warmup", mesh)
+        boundary = audited(run, world_of(rank, run))
+        boundary.accumulate(batches_of(0, boundary.world, run))
+        assert boundary._audit["audit_s"] > 0
+        return boundary._audit["differs"]
+
+    assert run_ranks(differs, 2) == ["", ""]

@@ -161,16 +161,18 @@ def test_the_largest_floats_do_no_harm() -> None:
     assert health.observe(200, 3.0, 1.0) == []
 
 
-@pytest.mark.parametrize("stop", [0, 1, 20, 32, 130, 299])
+@pytest.mark.parametrize("stop", [0, 1, 20, 32, 130, 202, 299])
 def test_resumed_is_never_stopped(stop: int) -> None:
     """n steps, saved as JSON and read back, m more: n + m steps to the last bit."""
     noise = random.Random(3)
     steps = [(noise.gauss(3, 0.1), noise.lognormvariate(0, 1.5)) for _ in range(300)]
     steps[50], steps[140], steps[290] = (math.nan, 1.0), (9.0, 500.0), (9.0, math.inf)
+    steps[200:203] = [(20.0, 1.0), (50.0, 1.0), (150.0, 1.0)]
     straight, first, second = Health(), Health(), Health()
     expected = [(straight.observe(i, *step), straight.figures()) for i, step in enumerate(steps)]
     found = [(first.observe(i, *steps[i]), first.figures()) for i in range(stop)]
     saved = json.dumps(first.state(), allow_nan=False)
+    assert stop != 202 or first.spikes == 2, "stopped within a streak"
     second.restore(json.loads(saved))
     assert second.state() == first.state() and json.dumps(second.state()) == saved
     found += [(second.observe(i, *steps[i]), second.figures()) for i in range(stop, 300)]

@@ -8,13 +8,17 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from megacpp.state.mirror import _key
+from megacpp.state.mirror import Mirror, _key
 from megacpp.state.training import TrainingState
 from tests.launch import until
-from tests.ranks import children
+from tests.ranks import children, run_ranks
 from tests.run.test_async_save import contents, train
 from tests.run.test_cluster import TINY, agent, ended, free_port, recipe
 from tests.run.test_remote_run import same, steps
@@ -82,6 +86,30 @@ def test_a_flipped_bit_makes_the_older_step_count(
     done = train(corpus, tmp_path / "run", 1, *flags)
     assert done.returncode == 0, done.stderr
     assert "memory:" not in done.stdout and "resumed at step 2 of 5" in done.stdout
+
+
+def piece_of_rank(rank: int, world: int, folder: Path, flipped: int) -> Any:
+    """Mirror a tensor of two nodes, flip a bit of some ranks' own pieces, and load it."""
+    os.environ.update(MEGACPP_MIRROR=str(folder / f"node{rank}"), LOCAL_WORLD_SIZE="1")
+    mirror, tensors = Mirror(folder / "run", {}), {"w": torch.full((4,), 1.0 + rank)}
+    state = SimpleNamespace(step=5, tensors=lambda: tensors, extra=lambda: {"step": 5})
+    mirror.copy(cast(TrainingState, state))
+    mirror.thread.wait()
+    if rank < flipped:
+        (piece,) = mirror.folder.glob(f"step-000005-rank-{rank:05}-*")
+        raw = piece.read_bytes()
+        piece.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    dist.barrier()
+    loaded = {"w": torch.zeros(4)}
+    found = mirror.newest(folder / "run/checkpoints", loaded)
+    return found and found["step"], loaded["w"].tolist()
+
+
+@pytest.mark.parametrize("flipped", [0, 1, 2])
+def test_a_flipped_bit_is_mended_by_the_neighbour(tmp_path: Path, flipped: int) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    found = run_ranks(piece_of_rank, 2, tmp_path, flipped)
+    assert found == [(5, [1.0] * 4), (5, [2.0] * 4)]
 
 
 def nodes(corpus: Path, run: Path, memories: list[Path]) -> list[subprocess.Popen[str]]:

@@ -231,10 +231,16 @@ def test_gradients_a_thousand_times_larger_rewind(
     record_property("runs with 20 gradients x1000 equal bit for bit to one without their rows", 2)
 
 
-def test_spikes_rewind_too(corpus: Path, tmp_path: Path, record_property: Record) -> None:
-    """Ever higher losses, in two steps after 40 and in the first one after the rewind."""
+@pytest.mark.parametrize(("first", "most", "to"), [(41, 2, 40), (40, 3, 30)])
+def test_spikes_rewind_too(
+    corpus: Path, tmp_path: Path, record_property: Record, first: int, most: int, to: int
+) -> None:
+    """Ever higher losses, in two steps after 40 and in the first one after the rewind.
+
+    Or in three steps, after whose first one a checkpoint was saved: back to the one before.
+    """
     check, made = AccumulationBoundary.check_step, itertools.count(1)
-    factors = {41: 10, 42: 1e3, 43: 1e6}
+    factors = {first: 10, first + 1: 1e3, first + 2: 1e6}
 
     def high(self: AccumulationBoundary, sums: StepSums, norm: Tensor) -> StepStatus:
         status = check(self, sums, norm)
@@ -244,11 +250,11 @@ def test_spikes_rewind_too(corpus: Path, tmp_path: Path, record_property: Record
     folder = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AccumulationBoundary, "check_step", high)
-        flags = "--run.steps 44 --train.rewinds 2 --train.max-spikes 2 --checkpoint.every 10"
-        done = run(corpus, folder, *flags.split())
+        flags = "--run.steps 44 --train.rewinds 2 --checkpoint.every 10 --train.max-spikes"
+        done = run(corpus, folder, *flags.split(), str(most))
     assert done.returncode == 0, done.stderr
     (one,) = rewinds(folder)
-    assert (one["from"], one["to"], one["rows"]) == (42, 40, [80, 84])
-    assert one["why"] == "2 spikes in a row"
+    assert (one["from"], one["to"], one["rows"]) == (42, to, [2 * to, 84])
+    assert one["why"] == f"{most} spikes in a row"
     assert [row["step"] for row in records(folder)] == list(range(44))
     record_property("spikes rewound", 1)

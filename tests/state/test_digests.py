@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from megacpp.config.schema import MeshConfig, RunConfig
-from megacpp.state.digests import Digests, digest, recorded
+from megacpp.state.digests import Digests, digest, digests_on, recorded
 from megacpp.state.training import TrainingState
 from tests.launch import forked
 from tests.ranks import run_ranks
@@ -74,6 +74,13 @@ def flipped(rank: int, size: int, mesh: MeshConfig, folder: Path) -> list[tuple[
             seen.append((tensor, found, rank))
     assert digests.difference(0) == ""
     return seen
+
+
+def test_tensors_of_two_devices_have_digests_on_one() -> None:
+    """Moments of AdamW in few bits are in host memory; meta stands for a GPU."""
+    meta = torch.device("meta")
+    found = digests_on(meta, [torch.zeros(3, device=meta), torch.zeros(5)])
+    assert found.device == meta and found.shape == (2,)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +163,7 @@ def test_a_flip_in_training_ends_the_run_or_rewinds_it(
     (tmp_path / "hit").unlink()
     done = forked("tiny", *flags, "--run.dir", str(again), "--train.rewinds", "1", ranks=2)
     assert done.returncode == 0 and "no row is skipped" in done.stdout, done.stdout + done.stderr
+    assert f"step 6: {HIT} differs between ranks 0 and 1: back to " in done.stdout
     assert forked("tiny", *flags, "--run.dir", str(whole), ranks=2).returncode == 0
     for one, two in zip(records(again), records(whole), strict=True):
         assert (one["loss"], one["grad_norm"]) == (two["loss"], two["grad_norm"])

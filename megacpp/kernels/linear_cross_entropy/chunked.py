@@ -64,8 +64,8 @@ def linear_cross_entropy(
     """Sum the cross entropy of `softcap * tanh(x W^T / softcap)`, never materialising `[N, V]`.
 
     Products run in the dtype of `x` (under autocast: in its dtype), the softmax and the sums in
-    fp32 or wider, and the weight gradient is accumulated in fp32 or wider and rounded once.
-    Gradients are made in the forward and scaled in place in the backward, so backward runs once.
+    fp32 or wider, and the weight gradient is accumulated in fp32 or wider. Gradients are made in
+    the forward, rounded, and scaled in place in the backward, which runs once.
 
     Args:
         x_ND: hidden states.
@@ -78,21 +78,19 @@ def linear_cross_entropy(
         shard: `weight_VD` holds only these words of the vocabulary. The loss is that of the whole
             vocabulary; the gradient of `x` is the part that these words contribute.
         weight_N: factors of the tokens' losses in `loss_sum`, at least fp32; without gradient.
-        backend: of `cross_entropy` (megacpp/kernels/selection.py), which computes a chunk's
-            statistics and gradient.
+        backend: of `cross_entropy`, for a chunk's statistics and gradient.
     """
     if backend == "reference":
         assert shard is None
         from megacpp.kernels.linear_cross_entropy.reference import linear_cross_entropy_plain
 
         return linear_cross_entropy_plain(x_ND, weight_VD, target_N, softcap, z_loss, weight_N)
-    device = x_ND.device.type
     x_ND = x_ND.to(autocast_dtype(x_ND) or x_ND.dtype)
     rows = chunk or chunk_rows(x_ND, weight_VD, backend)
     terms = Terms(softcap, z_loss, shard)
     go_over = chunk_function(backend)
     grad = torch.is_grad_enabled()  # inside the function it is always off
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(x_ND.device.type, enabled=False):
         out = _LinearCrossEntropy.apply(
             x_ND, weight_VD, target_N, terms, rows, grad, weight_N, go_over
         )
@@ -115,12 +113,11 @@ def chunk_rows(x_ND: Tensor, weight_VD: Tensor, backend: str = "torch") -> int:
     """
     wanted = max(FEWEST_ROWS, -(-x_ND.numel() // len(weight_VD)))
     if x_ND.is_cuda:
-        dtype = (
-            x_ND.dtype if backend == "triton" else torch.promote_types(x_ND.dtype, torch.float32)
-        )
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        dtype = x_ND.dtype if backend == "triton" else wide
         most = max(1, GPU_CHUNK_BYTES // (len(weight_VD) * dtype.itemsize))
         wanted = max(wanted, min(GPU_ROWS, 1 << (most.bit_length() - 1)))
-        if dtype == weight_VD.dtype and dtype.itemsize == 2:
+        if dtype == weight_VD.dtype == torch.bfloat16:
             # In 2 V bytes: all logits and a narrow gradient, or a chunk's and a wide one, rounded.
             N, D = x_ND.shape
             if ONE_CHUNK * (2 * D + max(D, wanted)) >= N + D:
@@ -228,7 +225,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if dw_VD is not None:
                     accumulate(dw_VD, g_nV, x_nD, first=part.start == 0)
             del g_nV  # before the next chunk is made: one at a time
-        dw_VD = None if dw_VD is None else dw_VD.to(weight_VD.dtype)
+        if dw_VD is not None and weight_VD.dtype != torch.float16:
+            dw_VD = dw_VD.to(weight_VD.dtype)  # in fp16 a sum may overflow until it is scaled
         ctx.save_for_backward(dx_ND, dw_VD)  # type: ignore[arg-type]
         joined = join_chunks(chunks)
         valid_N, lse_N = target_N != IGNORED, joined.lse_N
@@ -323,7 +321,7 @@ def weight_sum(weight_VD: Tensor, x_ND: Tensor, chunks: int) -> Tensor:
 
     The product of a single chunk is rounded once in any case: its dtype is that of `x_ND`.
     """
-    at_once = chunks == 1 and weight_VD.dtype == x_ND.dtype
+    at_once = chunks == 1 and weight_VD.dtype == x_ND.dtype == torch.bfloat16
     dtype = x_ND.dtype if at_once else torch.promote_types(x_ND.dtype, torch.float32)
     return torch.empty_like(weight_VD, dtype=dtype)
 
