@@ -1,7 +1,6 @@
 """Training run, top to bottom: config, mesh, model, optimizer, accumulate, step, record.
 
-torchrun --standalone --nproc-per-node=2 train.py tiny --run.steps 200
-python train.py --help
+torchrun --standalone --nproc-per-node=2 train.py tiny --run.steps 200  # or: train.py --help
 """
 
 import gc
@@ -89,6 +88,8 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         sums = boundary.accumulate(clock.reading(loader.take(grad_accum)), step)
         copies, scale = boundary.copies, boundary.loss_scale.value
         norm = clip_gradients(model, config.optim.clip_norm, copies, sums.along, scale)
+        if qk_clip:
+            qk_clip.measure()
         with loader.ahead(step + 1, launch.batches.accum(step + 1), clock.part("data")):
             status = boundary.check_step(sums, norm)
         if status.healthy:
@@ -125,6 +126,5 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     world.close()
 
 
-if __name__ == "__main__":
-    assert RESOLVED is not None
+if RESOLVED is not None:
     guarded(main, RESOLVED)

@@ -11,7 +11,7 @@ kind.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +34,22 @@ class ClipReport:
     """Result of a clip, over all layers of all ranks that took part in `reduce_max`.
 
     Attributes:
-        max_logit: 0-d, the largest logit of the step, or the largest bound.
-        clipped_heads: 0-d int64, number of heads above tau.
-        heads: number of heads of the model.
+        gamma_LN: factor of each head's logits.
+        numbers: `[2]`, the largest logit of the step (or the largest bound), and the number of
+            heads above tau.
     """
 
-    max_logit: Tensor
-    clipped_heads: Tensor
-    heads: int
+    gamma_LN: Tensor
+    numbers: Tensor
 
     def figures(self) -> dict[str, float]:
-        """Return the values for the log; the host waits for the device once."""
-        max_logit, clipped = torch.stack((self.max_logit, self.clipped_heads)).tolist()
-        return {"max_logit": max_logit, "n_clipped": clipped, "n_total": float(self.heads)}
+        """Return the values for the log; numbers on a GPU are waited for."""
+        max_logit, clipped = self.numbers.tolist()
+        return {
+            "max_logit": max_logit,
+            "n_clipped": clipped,
+            "n_total": float(self.gamma_LN.numel()),
+        }
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class QKClip:
     """Records attention logits of training forwards, and scales weights by them once a step.
 
     Construct it after the model is built and sharded: from then on each attention layer records.
-    Call `after_step` after each step, applied or skipped.
+    Call `measure` before the host waits for a step's numbers, and `after_step` after each step,
+    applied or skipped.
 
     With RMSNorm on queries and keys (attention.qk_norm) scaled weights would change no logit.
 
@@ -97,6 +101,7 @@ class QKClip:
         scale = softmax_scale(sum(parts), self.config)
         self.recorder = LogitRecorder(scale, parts, statistic)  # only its rules are used
         self.layers: list[ClippedAttention] = []
+        self.measured: ClipReport | None = None
         names = [f"blocks.{i}.mixer" for i, letter in enumerate(model.letters) if letter == "A"]
         ahead = range(num_blocks(model.config.mtp))  # blocks of multi-token prediction
         names += [f"mtp.blocks.{i}.attention.mixer" for i in ahead]
@@ -111,6 +116,13 @@ class QKClip:
                 self.layers.append(
                     ClippedAttention(index, mixer.inner.recorder, *query_and_key(mixer))
                 )
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Compute the step's factors, and send its figures to the host, which doesn't wait."""
+        found = self._measured()
+        host = torch.empty_like(found.numbers, device="cpu", pin_memory=found.numbers.is_cuda)
+        self.measured = replace(found, numbers=host.copy_(found.numbers, non_blocking=True))
 
     def after_step(self, taken: bool) -> dict[str, float]:
         """Clip after an applied step and return the figures; forget a skipped step."""
@@ -127,20 +139,25 @@ class QKClip:
         key head is scaled for the worst query head that shares it. A non-finite logit scales
         nothing.
         """
-        logits_LN = self._logits()
-        above_LN = (logits_LN > self.tau) & logits_LN.isfinite()
-        gamma_LN = torch.where(above_LN, self.tau / logits_LN, 1.0)
+        found = self.measured or self._measured()
         for layer in self.layers:
-            rows_q, rows_k = row_factors(gamma_LN[layer.index], self.config)
+            rows_q, rows_k = row_factors(found.gamma_LN[layer.index], self.config)
             scale_rows(layer.w_q, rows_q)
             scale_rows(layer.w_k, rows_k)
         self.reset()
-        return ClipReport(logits_LN.max(), above_LN.sum(), logits_LN.numel())
+        return found
 
     def reset(self) -> None:
         """Discard the recorded logits, after a step that changed no weight."""
+        self.measured = None
         for layer in self.layers:
             layer.recorder.reset()
+
+    def _measured(self) -> ClipReport:
+        logits_LN = self._logits()
+        above_LN = (logits_LN > self.tau) & logits_LN.isfinite()
+        numbers = torch.stack((logits_LN.max(), above_LN.sum()))
+        return ClipReport(torch.where(above_LN, self.tau / logits_LN, 1.0), numbers)
 
     def _logits(self) -> Tensor:
         """Return the logit of every head and layer of the model, `[L, N]`, by one reduction."""

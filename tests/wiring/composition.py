@@ -98,7 +98,7 @@ def composed(config: Config, corpus: Corpus, bad_steps: Collection[int] = ()) ->
             weight += 0.01 * (1 - weight)
             average += 0.01 / weight * (norm - average)
             if qk_clip is not None:
-                row["max_logit"] = qk_clip.clip().max_logit.item()
+                row["max_logit"] = qk_clip.clip().figures()["max_logit"]
         elif qk_clip is not None:
             qk_clip.reset()
         optimizer.zero_grad()
