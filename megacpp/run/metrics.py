@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import resource
@@ -19,6 +18,7 @@ from megacpp.config.arguments import flatten
 from megacpp.config.schema import Config
 from megacpp.data.compressors import compressor_bars
 from megacpp.run.sinks import Setting, Sink, open_sinks, tagged
+from megacpp.state.files import parsed
 from megacpp.terminal.screen import columns, wrapped
 from megacpp.terminal.screen import duration as duration
 
@@ -259,26 +259,28 @@ def settings_of(config: Config) -> dict[str, Setting]:
 
 def _amend(path: Path, step: int, values: Mapping[str, object]) -> None:
     """Add values to the line of a step, atomically."""
-    lines = path.read_text().splitlines()
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines):
-        if (row := json.loads(line))["step"] == step:
-            lines[number] = json.dumps({**row, **values}, allow_nan=False)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(f"{line}\n" for line in lines))
-    temporary.replace(path)
+        if (row := parsed(line)).get("step") == step:
+            lines[number] = json.dumps({**row, **values}, allow_nan=False).encode()
+    _write_lines(path, lines)
 
 
 def _keep_steps(path: Path, keep: Callable[[int], bool]) -> None:
     """Drop the lines of other steps, and unreadable ones, atomically."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if keep(json.loads(line)["step"]):
-                kept.append(line + "\n")
+    lines = path.read_bytes().splitlines()
+    steps = [parsed(line).get("step") for line in lines]
+    _write_lines(
+        path, [x for x, step in zip(lines, steps, strict=True) if type(step) is int and keep(step)]
+    )
+
+
+def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Write a file of these lines, atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(kept))
+    temporary.write_bytes(b"".join(line + b"\n" for line in lines))
     temporary.replace(path)
 
 

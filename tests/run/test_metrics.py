@@ -1,0 +1,32 @@
+"""Lines of metrics.jsonl and evaluations.jsonl that a resumed run keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megacpp.config.schema import Config, RunConfig
+from megacpp.run.metrics import MetricsLog
+from megacpp.state.files import rows_by_step
+
+
+@pytest.mark.parametrize("bad", [b"\xff\n", b'{"step": 1, "lo\n', b"[1]\n", b'{"step": null}\n'])
+def test_unreadable_lines_are_dropped(tmp_path: Path, bad: bytes) -> None:
+    """A resumed run keeps the lines before its first step and goes on behind them."""
+    good = b'{"step": 0, "loss": 2.0}\n'
+    files = [tmp_path / name for name in ("metrics.jsonl", "evaluations.jsonl")]
+    for path in files:
+        path.write_bytes(good + bad + b'{"step": 1}\n{"step": 2}\n')
+    log = MetricsLog(tmp_path, Config(run=RunConfig(steps=3, tensorboard=False)), 2, active=True)
+    assert files[0].read_bytes() == good + b'{"step": 1}\n'
+    with files[0].open("ab") as file:
+        file.write(bad)  # while the run goes on
+    values = {"loss": 1.0, "bits_per_byte": None, "target_bytes": 0, "complete": True}
+    log.evaluation(1, {**values, "val_loss": {"prose": 1.0}})
+    log.close()
+    assert rows_by_step(files[0]) == {
+        0: {"step": 0, "loss": 2.0},
+        1: {"step": 1, "val_loss": {"prose": 1.0}},
+    }
+    assert files[1].read_bytes().startswith(good + b'{"step": 1, "loss": 1.0')
