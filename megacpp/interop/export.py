@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 import megacpp
 from megacpp.config.model import ModelConfig
 from megacpp.data.tokenizer import CorpusTokenizer
-from megacpp.errors import CheckpointError, config_error
+from megacpp.errors import CheckpointError, ConfigError, config_error
 from megacpp.interop.card import model_card
 from megacpp.interop.classes import to_config
 from megacpp.interop.code.write import code_files
@@ -108,15 +109,25 @@ def write_hf_folder(
         )
         for name, text in {**code, "README.md": card}.items():
             write_text(pending / name, text)
-    except BaseException:
+        if folder.exists():
+            folder.rmdir()
+        publish_folder(pending, folder)
+    except BaseException as error:
         shutil.rmtree(pending, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise _unwritable(folder, error) from None
         raise
     finally:
         stored.close()
-    if folder.exists():
-        folder.rmdir()
-    publish_folder(pending, folder)
     return sizes
+
+
+def _unwritable(folder: Path, error: OSError | SafetensorError) -> ConfigError:
+    """Return the error for a folder that can't be written: a full disk, or a limit on files."""
+    words = error.strerror if isinstance(error, OSError) else None
+    why = words or str(error).rpartition("I/O error: ")[2].partition(" (os error")[0]
+    fix = "free disk space, or give --out another folder"
+    return config_error("out", folder, f"can't be written ({why.lower()})", fix)
 
 
 def verify_place(place: WeightsFolder) -> None:

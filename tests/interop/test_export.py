@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -97,6 +100,32 @@ def test_weights_that_are_not_finite_are_refused(
     said = capsys.readouterr().err
     assert "1 values that are not finite" in said and "Fix: export a checkpoint from before" in said
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("of", ["weights", "card"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    """A limit on the size of files stops the weights, a disk without space the model card."""
+    final, out = final_folder(tmp_path / "run", built(model_of("llama_tied_yarn"))), tmp_path / "o"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if of == "card":
+        monkeypatch.setattr("megacpp.interop.export.model_card", full)
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
+    try:
+        assert main(["export", str(final), "--out", str(out)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    why = "file too large" if of == "weights" else "no space left on device"
+    assert said.count("\n") == 1, said
+    assert said.startswith(f"error: out={out}: can't be written ({why}). Fix: free disk space")
+    assert not out.exists() and not list(tmp_path.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("name", CASES)
