@@ -97,7 +97,7 @@ def remove_folder(folder: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a small file atomically."""
     temporary = path.with_name(path.name + PENDING)
-    with temporary.open("w") as file:
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import asdict
@@ -301,6 +302,29 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "neither launch.json nor metrics.jsonl" in capsys.readouterr().err
     assert main(["report"]) == 2 and main(["report", str(folder), "--out"]) == 2
     assert main(["report", str(folder), "--out", str(tmp_path / "no/such/x.html")]) == 2
+
+
+@pytest.mark.parametrize("older", ["", "an older page"])
+def test_a_full_disk_leaves_the_older_page(
+    folder: Path, capsys: pytest.CaptureFixture[str], older: str
+) -> None:
+    """A limit on the size of files stands for the full disk."""
+    out, before = folder / "report.html", resource.getrlimit(resource.RLIMIT_FSIZE)
+    if older:
+        out.write_text(older)
+    there = sorted(folder.iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
+    try:
+        assert main(["report", str(folder)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert (
+        said == f"error: out={out}: file too large. Fix: free disk space, or give another --out.\n"
+    )
+    assert sorted(folder.iterdir()) == there and (not older or out.read_text() == older)
+    assert main(["report", str(folder), "--out", "/dev/null"]) == 0
+    assert not Path("/dev/null").is_file()
 
 
 def test_what_was_not_measured_is_not_zero(folder: Path) -> None:
