@@ -10,9 +10,10 @@ from pathlib import Path
 from megacpp.config.mix import data_setting
 from megacpp.config.schema import Config
 from megacpp.errors import DataError, config_error
-from megacpp.outcome import write_status
+from megacpp.outcome import STATUS, write_status
 from megacpp.run.lock import FILE, LEASE_S, take
 from megacpp.run.rank_store import RankStore
+from megacpp.state.files import read_parsed
 from megacpp.state.remote import fetch_newer, url_of
 
 PATIENCE_S = 5.0  # wait for a network file system to show another node's file
@@ -53,6 +54,8 @@ def open_folder(peers: RankStore, config: Config, fingerprint: str) -> None:
                 token.unlink()
     peers.home = folder
     if peers.lock is not None:
+        before = read_parsed(folder / STATUS)
+        peers.finished = before if before.get("code") == 0 else None
         write_status(folder, followed_a_kill=peers.lock.followed)
 
 

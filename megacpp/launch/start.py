@@ -198,6 +198,7 @@ def announce(
         A function from tokens per second to model FLOP utilisation; it returns None on devices
         whose peak isn't published.
     """
+    launch.peers.finished = None  # from here on the run folder is this start's
     resolved, corpus, device = launch.resolved, launch.corpus, launch.device
     kernels, agreed, admission = launch.kernels, launch.agreed, launch.admission
     config = resolved.config

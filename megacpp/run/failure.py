@@ -16,7 +16,14 @@ from pathlib import Path
 
 from megacpp.config.arguments import Resolved, exit_on_error
 from megacpp.config.checks.every import hang_limits
-from megacpp.errors import DataError, MegacppError, PreemptedError, path_error
+from megacpp.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MegacppError,
+    PreemptedError,
+    path_error,
+)
 from megacpp.outcome import PEER_LOST, note, write_status
 from megacpp.run.hang import HangWatch
 from megacpp.run.rank_store import RankStore
@@ -25,6 +32,7 @@ from megacpp.state.remote import url_of
 from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, end_on_interrupt, nobody_reads
 
 DISK = 4  # the code of a checkpoint that can't be saved
+REFUSED = (ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code)
 # Errors of a run folder that is full, was mounted read-only, or is gone.
 OF_A_DISK = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV),
@@ -231,11 +239,16 @@ def _missing(peers: RankStore | None, late: bool) -> tuple[list[int], bool]:
 
 
 def _ended(peers: RankStore | None, code: int, line: str) -> None:
-    """Write how the run ended for the launcher and in status.json, and free the run folder."""
+    """Write how the run ended for the launcher and in status.json, and free the run folder.
+
+    A start that is refused before it resumes a finished run leaves that run's status.
+    """
     note(code, line)
     if peers is None or peers.home is None:
         return  # refused before the folder was this start's
-    if peers.rank == 0 or code not in (0, PreemptedError.exit_code, INTERRUPTED):
+    if peers.finished and code in REFUSED:
+        write_status(peers.home, **peers.finished)
+    elif peers.rank == 0 or code not in (0, PreemptedError.exit_code, INTERRUPTED):
         write_status(peers.home, code, line, rank=peers.rank)
     if peers.rank == 0 and code == 0:
         for stale in (peers.home / "failures").glob("*rank-*.txt"):  # of a start before this one

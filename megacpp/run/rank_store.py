@@ -11,7 +11,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -70,6 +70,7 @@ class RankStore:
         table: every rank's process, in rank order.
         home: run folder of this start; None until it is locked.
         lock: its lock, on rank 0.
+        finished: on rank 0, the status of a run that ended well there, until this start resumes.
         waits: what this rank waits for in the store; empty: nothing.
         meetings: number of such waits so far.
         clock: phase and step of this rank; None before the run has them.
@@ -77,6 +78,7 @@ class RankStore:
     """
 
     waits, meetings = "", 0
+    finished: Mapping[str, Any] | None = None
     clock: Goodput | None = None
     writer: SaveThread | None = None
 
