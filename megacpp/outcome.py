@@ -36,6 +36,8 @@ def note(code: int, line: str) -> None:
 def write_status(folder: Path, code: int | None = None, message: str = "", **more: Any) -> None:
     """Write status.json, atomically; a folder that can't be written is left as it is.
 
+    A full disk takes no new file: there the file is written in place, into the block that it has.
+
     Args:
         folder: folder of the run.
         code: exit code; None: the run goes on.
@@ -51,10 +53,16 @@ def write_status(folder: Path, code: int | None = None, message: str = "", **mor
         "time": time.time(),
         **more,
     }
-    pending = folder / f".{STATUS}.{os.getpid()}.tmp"
-    with contextlib.suppress(OSError):
-        pending.write_text(json.dumps(content, indent=1) + "\n")
+    pending, text = folder / f".{STATUS}.{os.getpid()}.tmp", json.dumps(content, indent=1) + "\n"
+    try:
+        pending.write_text(text)
         pending.replace(folder / STATUS)
+    except OSError:
+        with contextlib.suppress(OSError):
+            pending.unlink(missing_ok=True)
+        with contextlib.suppress(OSError), (folder / STATUS).open("r+") as file:
+            file.write(text)
+            file.truncate()
 
 
 def this_node() -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -45,6 +46,26 @@ def run(tmp_path: Path) -> Path:
     (folder / "checkpoints/latest").write_text("step-000020\n")
     write_status(folder)
     return folder
+
+
+def test_a_full_disk_is_no_kill(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The status is written into the file that is there, and no pending one stays."""
+    there = sorted(run.iterdir())
+    write = Path.write_text
+
+    def full(self: Path, text: str) -> int:
+        write(self, "")  # a full disk takes an empty file
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    for line in ("no space left on device. Fix: free disk space.", ""):  # longer, and shorter
+        write_status(run, 4, line)
+        told = json.loads((run / "status.json").read_text())
+        assert (told["state"], told["code"], told["message"]) == ("ended", 4, line)
+        assert vitals(run)["state"] == "ended" and sorted(run.iterdir()) == there
+    (run / "status.json").unlink()
+    write_status(run, 4, "nothing to write into")
+    assert sorted(run.iterdir()) == [path for path in there if path.name != "status.json"]
 
 
 def test_a_run_in_two_or_three_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
