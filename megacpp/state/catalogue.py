@@ -8,14 +8,16 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megacpp.dtensor import is_dtensor
+from megacpp.errors import CheckpointError
 from megacpp.state.agreement import gather, share, this_rank
-from megacpp.state.manifest import TensorEntry, describe
+from megacpp.state.manifest import Manifest, TensorEntry, describe
 
 
 @dataclass(frozen=True)
@@ -130,3 +132,32 @@ def _unwarned() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def check_saved(path: Path, manifest: Manifest, whole: Catalogue, prefix: str) -> None:
+    """Check names, dtypes and global shapes against the saved ones (DCP would cast silently).
+
+    Args:
+        path: folder of the checkpoint.
+        manifest: what it has.
+        whole: tensors to load.
+        prefix: start of the saved names that matter.
+
+    Raises:
+        CheckpointError: the checkpoint has other tensors.
+    """
+    saved = {name: entry for name, entry in manifest.tensors.items() if name.startswith(prefix)}
+    wanted = whole.entries
+    found = [f"has no tensor {n}" for n in sorted(wanted.keys() - saved.keys())]
+    found += [f"has a tensor {n} that this run lacks" for n in sorted(saved.keys() - wanted.keys())]
+    found += [
+        f"tensor {name} is {saved[name]}, this run needs {wanted[name]}"
+        for name in sorted(saved.keys() & wanted.keys())
+        if saved[name] != wanted[name]
+    ]
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise CheckpointError(
+            f"{path}: {found[0]}{more}. Fix: resume with the model, optimizer and precision "
+            "settings of the checkpoint, or use --checkpoint.resume never."
+        )

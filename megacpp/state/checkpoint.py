@@ -30,7 +30,7 @@ from torch import Tensor
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import CheckpointError
 from megacpp.state.agreement import agreed, gather, is_distributed, share, this_rank
-from megacpp.state.catalogue import Catalogue, catalogue, check_parts
+from megacpp.state.catalogue import Catalogue, catalogue, check_parts, check_saved
 from megacpp.state.files import (
     PENDING,
     aside_of,
@@ -92,7 +92,8 @@ def save_checkpoint(
             DTensors. Other ranks may hold others; each tensor is saved once.
         extra: JSON of rank 0; the generator states of every rank are added.
         keep: number of newest sound checkpoints to keep (0: all). Older ones are deleted after this
-            one is published; one with `bad_steps` in `extra` isn't counted.
+            one is published; one with `bad_steps` in `extra` isn't counted. Where the disk is too
+            full for this one, those behind the newest `keep` earlier ones are deleted before it.
         keep_every: checkpoints of steps that it divides are never deleted (0: none).
         rng: generator states of this rank (None: those of now).
         group: all ranks in a process group of their own; None: the default one.
@@ -110,12 +111,24 @@ def save_checkpoint(
     what, fix = f"{pending}: cannot be saved", "free disk space or choose another --run.dir"
     rank, _ = this_rank()
     others: list[Path] = []
+    short, seen = False, {} if seen is None else seen
     whole = catalogue(tensors, group)
     try:
         with agreed(what, fix, group):
             check_parts(tensors)
             if rank == 0:
-                _prepare(pending, final, whole)
+                short = bool(_prepare(pending, whole))
+                others = _others(final, step) if short else []
+        if share(short, 0, group):
+            old = _outlived(share(others, 0, group), 0, keep, seen, group)
+            with agreed(what, fix, group):
+                if rank == 0:
+                    for path in _deletable(old, spare, keep_every):
+                        remove_folder(path)
+                    if lack := _prepare(pending, whole):
+                        more = _deletable(_others(final, step)[1:], spare, keep_every)
+                        lower = ", lower --checkpoint.keep or" if more and keep != 1 else " or"
+                        raise CheckpointError(f"{final}: {lack}. Fix: {fix.replace(' or', lower)}.")
         with agreed(what, fix, group):
             seconds = _write_tensors(pending, tensors, whole, group)
         with agreed(what, fix, group):
@@ -139,11 +152,10 @@ def save_checkpoint(
                 others = _others(final, step)
         sound = int(not extra.get("bad_steps"))  # its files were hashed as they were written
         given = share((others, sound), 0, group)
-        old = _outlived(*given, keep, {} if seen is None else seen, group)
+        old = _outlived(*given, keep, seen, group)
         with agreed(what, fix, group):
-            for path in old if rank == 0 else []:
-                if path not in spare and (not keep_every or step_of(path) % keep_every):
-                    remove_folder(path)
+            for path in _deletable(old, spare, keep_every) if rank == 0 else []:
+                remove_folder(path)
     except CheckpointError:
         if rank == 0:
             shutil.rmtree(pending, ignore_errors=True)
@@ -182,7 +194,7 @@ def load_checkpoint(
     with agreed(what, fix):
         check_parts(tensors)
         manifest = read_manifest(path, "checkpoint")
-        _match(path, manifest, wanted, prefix)
+        check_saved(path, manifest, wanted, prefix)
     with agreed(what, fix):
         import torch.distributed.checkpoint as dcp
 
@@ -246,20 +258,18 @@ def _problems(path: Path, rank: int, world_size: int, seen: Seen | None = None) 
 # ---- saving -------------------------------------------------------------------------------------
 
 
-def _prepare(pending: Path, final: Path, whole: Catalogue) -> None:
-    """Delete leftovers of a crash, check the free space, and create the pending folder."""
-    folder = final.parent
+def _prepare(pending: Path, whole: Catalogue) -> str:
+    """Delete leftovers of a crash and create the pending folder; return what the disk lacks."""
+    folder = pending.parent
     folder.mkdir(exist_ok=True)  # no parents: a run folder that is gone isn't made anew elsewhere
     for leftover in folder.glob(f"step-*{PENDING}"):
         shutil.rmtree(leftover)
     # A tenth more: headers, the manifest, and what others write meanwhile.
     needed, free = whole.num_bytes * 11 // 10, shutil.disk_usage(folder).free
     if free < needed:
-        raise CheckpointError(
-            f"{final}: needs {needed:,} bytes, the disk has {free:,} free. "
-            "Fix: free disk space, lower --checkpoint.keep or choose another --run.dir."
-        )
+        return f"needs {needed:,} bytes, the disk has {free:,} free"
     pending.mkdir()
+    return ""
 
 
 def _write_tensors(
@@ -372,6 +382,13 @@ def _others(final: Path, step: int) -> list[Path]:
     return sorted(others, key=lambda one: (step_of(one) <= step, step_of(one)), reverse=True)
 
 
+def _deletable(old: Sequence[Path], spare: Collection[Path], keep_every: int) -> list[Path]:
+    """Return the checkpoints that nothing reads and that aren't kept for good."""
+    return [
+        path for path in old if path not in spare and (not keep_every or step_of(path) % keep_every)
+    ]
+
+
 def _outlived(
     others: Sequence[Path], sound: int, keep: int, seen: Seen, group: dist.ProcessGroup | None
 ) -> list[Path]:
@@ -395,25 +412,3 @@ def _outlived(
             return [*others[number:]]
         sound += is_sound(path, group, seen)
     return []
-
-
-# ---- loading ------------------------------------------------------------------------------------
-
-
-def _match(path: Path, manifest: Manifest, whole: Catalogue, prefix: str) -> None:
-    """Check names, dtypes and global shapes against the saved ones (DCP would cast silently)."""
-    saved = {name: entry for name, entry in manifest.tensors.items() if name.startswith(prefix)}
-    wanted = whole.entries
-    found = [f"has no tensor {n}" for n in sorted(wanted.keys() - saved.keys())]
-    found += [f"has a tensor {n} that this run lacks" for n in sorted(saved.keys() - wanted.keys())]
-    found += [
-        f"tensor {name} is {saved[name]}, this run needs {wanted[name]}"
-        for name in sorted(saved.keys() & wanted.keys())
-        if saved[name] != wanted[name]
-    ]
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise CheckpointError(
-            f"{path}: {found[0]}{more}. Fix: resume with the model, optimizer and precision "
-            "settings of the checkpoint, or use --checkpoint.resume never."
-        )

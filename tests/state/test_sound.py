@@ -176,6 +176,52 @@ def test_a_run_has_its_checkpoints_stay_for_ever(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000002", "step-000004"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_short_disk_loses_what_retention_gives_up(tmp_path: Path, ranks: int) -> None:
+    """Before the save, behind as many earlier sound ones as are kept; those for good stay."""
+    usage = shutil.disk_usage(tmp_path)
+
+    def body(rank: int, world: int) -> None:
+        def full(_: Path) -> object:
+            here = len([*tmp_path.glob("step-*")])
+            return usage._replace(free=10**6 if here <= most else 0)
+
+        for number, keep in ((1, 0), (2, 0), (3, 0), (4, 0)):
+            save(tmp_path, number, keep)
+        gather(None)
+        if rank == 0:
+            flip(tmp_path / "step-000004")
+        gather(None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", full)
+            most = 3  # 2 and 4 stay for good, and 4 isn't sound
+            save(tmp_path, 5, keep=1, keep_every=2)
+            assert names(tmp_path) == [f"step-{n:06d}" for n in (2, 4, 5)]
+            most = 0
+            with pytest.raises(CheckpointError) as error:
+                save(tmp_path, 7, keep=1)
+            assert names(tmp_path) == ["step-000005"]
+            said = str(error.value)
+        assert "needs 26 bytes, the disk has 0 free. Fix: free disk space or choose" in said
+
+    run_ranks(body, ranks)
+
+
+def test_a_full_disk_offers_fewer_checkpoints_where_there_are_some(tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    for number in (1, 2, 3):
+        save(tmp_path, number, keep=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+        said = {}
+        for keep, keep_every in ((0, 0), (2, 0), (2, 1), (1, 0)):
+            with pytest.raises(CheckpointError) as error:
+                save(tmp_path, 4, keep, keep_every)
+            said[keep, keep_every] = "lower --checkpoint.keep or choose" in str(error.value)
+    assert said == {(0, 0): True, (2, 0): True, (2, 1): False, (1, 0): False}
+    assert names(tmp_path) == ["step-000003"] and is_sound(tmp_path / "step-000003")
+
+
 def test_damaged_and_bad_ones_rotate_no_sound_one_out(
     tmp_path: Path, record_property: Record
 ) -> None:
