@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megacpp.cli.weights import data_path
 from megacpp.config.arguments import flatten, parse_run
 from megacpp.config.environment import MOST_RANKS
 from megacpp.config.presets import preset
@@ -80,7 +81,8 @@ def replay(args: ReplayArgs, words: list[str]) -> int:
         again.mkdir()
         if (folder / "rewinds.jsonl").exists():  # rows that were skipped are skipped again
             shutil.copy(folder / "rewinds.jsonl", again)
-        own = {"run.dir": again, "run.until": first + count, "checkpoint.resume": checkpoint}
+        data = {"data.path": _data_path(launch, words)}
+        own = data | {"run.dir": again, "run.until": first + count, "checkpoint.resume": checkpoint}
         flags = _flags(launch["config"], {**KEPT_APART, **own})
         same = parse_run([*flags, *words], ranks).config
         _run([*flags, *words], ranks)
@@ -152,6 +154,21 @@ def _checkpoint(folder: Path, step: int, made: int) -> Path:
         )
         raise config_error("from", step, rule, fix)
     return max(found, key=step_of).resolve()
+
+
+def _data_path(launch: Mapping[str, Any], words: Sequence[str]) -> str:
+    """Return `data.path` of a start, from here.
+
+    Raises:
+        ConfigError: it is relative, and neither found here nor known from where it is.
+    """
+    data = launch["config"]["data"]
+    path = data_path(launch, data["path"])
+    given = data.get("mix") or any(word.startswith("--data.") for word in words)
+    if not given and not Path(path).is_absolute() and not Path(path).exists():
+        rule = "no such folder here; it is relative to where the run was started"
+        raise config_error("data.path", path, rule, "replay from there, or add --data.path FOLDER")
+    return path
 
 
 def _flags(config: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ from megacpp.config.checks.every import check
 from megacpp.config.mix import corpus_folders
 from megacpp.config.schema import Config, DataConfig
 from megacpp.errors import config_error
-from megacpp.report.files import damaged, read_object
+from megacpp.report.files import LAUNCH, damaged, read_object
+from megacpp.state.files import read_parsed
 from megacpp.state.local_copy import local_copy
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def tokenizer_path(run_folder: Path) -> Path:
         raise config_error("run", run_folder, "has no tokenizer.json", fix)
     from megacpp.data.specials import chat_template
 
-    data = DataConfig(**_config(run_folder)["data"])
+    data = _data(run_folder)
     paths = [folder / "tokenizer.json" for folder in corpus_folders(data)]
     return next((path for path in paths if chat_template(path)), paths[0])
 
@@ -109,7 +110,7 @@ def held_out_documents(run_folder: Path) -> Iterator[str]:
     if is_hf_folder(run_folder):
         rule = "is no run, so the task has no held-out documents"
         raise config_error("run", run_folder, rule, "give the folder of a run, or other tasks")
-    for folder in corpus_folders(DataConfig(**_config(run_folder)["data"])):
+    for folder in corpus_folders(_data(run_folder)):
         yield from Corpus(folder, seq_len=1).validation_documents()
 
 
@@ -148,6 +149,24 @@ def load_model(run: Path, checkpoint: str, device: str) -> HybridLM:
     model = read_model_config(_config(run)["model"])
     check(dataclasses.replace(Config(), model=model), 1)
     return load_trained(folder, model, device)
+
+
+def data_path(launch: Mapping[str, Any], path: str) -> str:
+    """Return a run's `data.path` from here: a relative one is below where the run was started.
+
+    Args:
+        launch: record of that start; older ones don't have its folder.
+        path: `data.path` of the run.
+    """
+    there = Path(str(launch.get("folder") or ""), path)
+    return str(there) if there.exists() else path
+
+
+def _data(run_folder: Path) -> DataConfig:
+    """Return the settings of a run's corpora."""
+    data = _config(run_folder)["data"]
+    launch = read_parsed(run_folder / LAUNCH)
+    return DataConfig(**{**data, "path": data_path(launch, data["path"])})
 
 
 def _config(run_folder: Path) -> dict:

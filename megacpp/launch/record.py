@@ -50,6 +50,7 @@ def write_launch(
         "schema": SCHEMA,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
+        "folder": os.getcwd(),
         "git_commit": git_commit(),
         "python": platform.python_version(),
         "versions": all_versions(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from megacpp.cli import replay as command
 from megacpp.cli.main import main
+from megacpp.cli.weights import held_out_documents
 from tests.launch import forked, watched
 from tests.test_run import SMALL
 
@@ -78,6 +81,36 @@ def test_settings_are_those_of_the_start(run: Path, capsys: pytest.CaptureFixtur
     (run / "config.json").write_text(json.dumps(changed))
     assert main(["replay", str(run)]) == 0
     assert f"2 of 2 steps from {run}/checkpoints/step-000006" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_relative_corpus_is_found_from_any_folder(
+    run: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is below the folder in which the run was started, which an older record lacks."""
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    launch, config = (json.loads((folder / f"{n}.json").read_text()) for n in ("launch", "config"))
+    assert launch["folder"] == os.getcwd()
+    for content, name in ((launch, "launch"), (config, "config")):
+        content["config"]["data"]["path"] = corpus.name
+        content["folder"] = str(corpus.parent)
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    monkeypatch.chdir(tmp_path)
+    words = ["replay", str(folder), "--from", "3", "--steps", "1"]
+    assert main(words) == 0 and "1 of 1 steps from " in capsys.readouterr().out
+    assert next(held_out_documents(folder))
+    del launch["folder"]
+    (folder / "launch.json").write_text(json.dumps(launch))
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"data.path={corpus.name}: no such folder here; it is relative to where the run" in said
+    assert "Fix: replay from there, or add --data.path FOLDER." in said
+    assert main([*words, "--data.path", str(corpus)]) == 0
 
 
 @pytest.mark.usefixtures("forks")
