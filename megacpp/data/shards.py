@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import zlib
 from bisect import bisect_left, bisect_right
 from pathlib import Path
@@ -234,7 +235,8 @@ def read_index(folder: Path, verify: bool = False) -> dict[str, Any]:
     """
     if not folder.is_dir():
         raise DataError(
-            f"data.path={folder}: no such folder. Fix: run `megacpp data prepare --out {folder}`."
+            f"data.path={folder}: no such folder. "
+            f"Fix: run `megacpp data prepare --out {shlex.quote(str(folder))}`."
         )
     if not (folder / INDEX).is_file():
         raise DataError(
@@ -255,7 +257,7 @@ def read_index(folder: Path, verify: bool = False) -> dict[str, Any]:
 
 def again(index: dict[str, Any], folder: Path) -> str:
     """Return the command that rebuilds a corpus, as a fix."""
-    return f"Fix: run `{index['command']} --out {folder} --force`"
+    return f"Fix: run `{index['command']} --out {shlex.quote(str(folder))} --force`"
 
 
 def fingerprint(index: dict[str, Any]) -> str:
@@ -281,11 +283,12 @@ def _parse_index(folder: Path) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"{path}: cannot be read as an index ({reason}). {AGAIN}.") from None
     if version not in (FORMAT_VERSION, LEARNED_VERSION):
-        source = index.get("arguments", {}).get("source", "FOLDER")
+        source = shlex.quote(str(index.get("arguments", {}).get("source", "FOLDER")))
         raise DataError(
             f"{path}: made by another edition of megacpp (format {version}, this one reads "
             f"{FORMAT_VERSION} and {LEARNED_VERSION}). "
-            f"Fix: run `megacpp data prepare {source} --out {folder} --force`, same settings."
+            f"Fix: run `megacpp data prepare {source} --out {shlex.quote(str(folder))} --force`, "
+            "same settings."
         )
     if own_hash != _index_sha256(index):
         raise DataError(f"{path}: its content does not match its own hash (changed). {AGAIN}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shlex
 from pathlib import Path
 
 from megacpp.config.mix import (
@@ -98,16 +99,22 @@ def prepare_command(config: Config, path: Path) -> str:
 
     Sources of a mixture get the tokenizer of the first one, any corpus that of given weights.
     """
+    out = shlex.quote(str(path))
     if path.name == TORCH_HEADERS:
         default = path == Path("data", TORCH_HEADERS)
-        return "megacpp data prepare" + ("" if default else f" --out {path}")
+        return "megacpp data prepare" + ("" if default else f" --out {out}")
     first = corpus_folders(config.data)[0]
-    words = f"--vocab-size {config.model.vocab_size}" if path == first else f"--tokenizer {first}"
+    words = (
+        f"--vocab-size {config.model.vocab_size}"
+        if path == first
+        else f"--tokenizer {shlex.quote(str(first))}"
+    )
     for name in ("tokenizer.json", "final/tokenizer.json") if config.checkpoint.init else ():
         if (given := Path(config.checkpoint.init, name)).is_file():
-            words = f"--tokenizer {given}"  # the ids of the weights that the run starts from
-    texts = raw_sources(config.data).get(path, "YOUR_TEXTS")
-    return f"megacpp data prepare {texts} --out {path} {words}"
+            # The ids of the weights that the run starts from.
+            words = f"--tokenizer {shlex.quote(str(given))}"
+    texts = shlex.quote(raw_sources(config.data).get(path, "YOUR_TEXTS"))
+    return f"megacpp data prepare {texts} --out {out} {words}"
 
 
 def check_corpus(config: Config, corpus: RunCorpus) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 
 import torch
@@ -54,7 +55,8 @@ def finish(
     if log.active:
         if text := write_sample(corpus, config, folder, device):
             log.sample(step - 1, text)
-        print(f"run folder: {folder}   more text: megacpp sample {folder} --prompt '...'")
+        typed = shlex.quote(str(folder))
+        print(f"run folder: {folder}   more text: megacpp sample {typed} --prompt '...'")
 
 
 def export_final(

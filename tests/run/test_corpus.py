@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from megacpp.config import presets
 from megacpp.config.arguments import parse_run
-from megacpp.config.schema import Config
+from megacpp.config.schema import Config, RunConfig
 from megacpp.data.corpus import Corpus
+from megacpp.data.shards import INDEX, TOKENIZER, again, read_index
 from megacpp.errors import ConfigError, DataError
-from megacpp.run.corpus import check_corpus, open_corpus, vocabulary_lines
-from megacpp.run.metrics import evaluation_lines
+from megacpp.run import final
+from megacpp.run.corpus import check_corpus, open_corpus, prepare_command, vocabulary_lines
+from megacpp.run.metrics import MetricsLog, evaluation_lines
 
 VALUES = {
     "loss": 3.30849, "bits_per_byte": 1.43541, "gzip_bits_per_byte": 2.33539,
@@ -49,6 +55,39 @@ def test_a_missing_corpus_is_made_with_the_ids_of_given_weights(
     config = dataclasses.replace(config, checkpoint=given)
     with pytest.raises(DataError, match=f"--out data/questions --tokenizer {tokenizer}`"):
         open_corpus(config)
+
+
+def test_commands_can_be_typed_for_any_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Paths with a space, from a start, from an index and at the end of a run."""
+    odd, weights = tmp_path / "a b's", tmp_path / "first weights"
+    weights.mkdir()
+    (weights / "tokenizer.json").touch()
+    config = parse_run(["tiny", "--data.path", str(odd)], 1).config
+    first = dataclasses.replace(config.checkpoint, init=str(weights))
+    config = dataclasses.replace(config, checkpoint=first)
+    command = shlex.split(prepare_command(config, odd))
+    assert command[3:] == ["YOUR_TEXTS", "--out", str(odd), "--tokenizer", str(weights / TOKENIZER)]
+    said = again({"command": "megacpp data prepare texts"}, odd).removeprefix("Fix: run ")
+    assert shlex.split(said.strip("`"))[4:] == ["--out", str(odd), "--force"]
+    for version in (None, 1):
+        if version:
+            odd.mkdir()
+            index = {"format_version": version, "sha256": "", "arguments": {"source": "my texts"}}
+            (odd / INDEX).write_text(json.dumps(index))
+        with pytest.raises(DataError) as caught:
+            read_index(odd)
+        words = shlex.split(str(caught.value).split("`")[1])
+        assert words[words.index("--out") + 1] == str(odd)
+        assert (words[3] == "my texts") == bool(version)
+    monkeypatch.setattr(final, "export_final", lambda *_: None)
+    monkeypatch.setattr(final, "write_sample", lambda *_: "")
+    run = dataclasses.replace(config, run=RunConfig(dir=str(odd)))
+    log = cast(MetricsLog, SimpleNamespace(active=True))
+    final.finish(torch.nn.Linear(1, 1), cast(Corpus, None), run, log, step=1, loss=None)
+    last = capsys.readouterr().out.split("more text: ")[1]
+    assert shlex.split(last) == ["megacpp", "sample", str(odd), "--prompt", "..."]
 
 
 def test_a_folder_that_is_no_corpus(tmp_path: Path) -> None:
