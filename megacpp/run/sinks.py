@@ -9,7 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +44,8 @@ class Sink(Protocol):
 class TensorBoard:
     """Event files in `RUN/tensorboard`; settings are its hyperparameters.
 
+    A disk that can't be written ends the charts with a warning, and not the run.
+
     Args:
         folder: folder of the run.
         settings: values by dotted name.
@@ -51,25 +56,51 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
         begin = hparams(dict(settings), dict.fromkeys(GOALS, 0.0))[:2]
-        for summary in begin:  # `add_hparams` would make a second run beside this one
-            self._board._get_file_writer().add_summary(summary)
+        self._folder, self._board = folder / "tensorboard", None
+        threading.excepthook = partial(_quiet, threading.excepthook)
+        with self._written():
+            self._board = SummaryWriter(str(self._folder), purge_step=first_step)
+            for summary in begin:  # `add_hparams` would make a second run beside this one
+                self._board._get_file_writer().add_summary(summary)
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Write in a block; after an error, also one of the writer's thread, nothing more is."""
+        try:
+            yield
+        except OSError as error:
+            self._board, why = None, (error.strerror or str(error)).lower()
+            print(f"warning: {self._folder}: {why}; its charts end here", flush=True)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Add numbers by tag."""
-        for tag, value in values.items():
-            self._board.add_scalar(tag, value, step)
+        with self._written():
+            if self._board:
+                for tag, value in values.items():
+                    self._board.add_scalar(tag, value, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Add a text, indented so that Markdown leaves it unchanged."""
         indented = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown: as it stands
-        self._board.add_text(tag, indented, step)
-        self._board.flush()
+        with self._written():
+            if self._board:
+                self._board.add_text(tag, indented, step)
+                self._board.flush()
 
     def close(self) -> None:
         """Flush and close."""
-        self._board.close()
+        with self._written():
+            if self._board:
+                self._board.close()
+
+
+def _quiet(
+    others: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs
+) -> None:
+    """Print no traceback of a chart's writer: its next write raises the error in our thread."""
+    if type(args.thread).__name__ != "_AsyncWriterThread":
+        others(args)
 
 
 class WeightsAndBiases:

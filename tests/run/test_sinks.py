@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import os
+import resource
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from megacpp.config.schema import Config, RunConfig
 from megacpp.errors import ConfigError
 from megacpp.run.metrics import MetricsLog, settings_of
 from megacpp.run.profiling import StepProfile
-from megacpp.run.sinks import WeightsAndBiases, check_sinks, tagged
+from megacpp.run.sinks import TensorBoard, WeightsAndBiases, check_sinks, tagged
 from megacpp.trace_region import region
 from tests.launch import forked
 from tests.test_run import SMALL, records
@@ -73,6 +74,27 @@ def test_a_log_closes_its_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("megacpp.run.metrics.open_sinks", lambda *_: sinks)
     MetricsLog(tmp_path, Config(run=RunConfig(steps=1)), 0, active=True).close()
     assert closed == ["a", "b"]
+
+
+@pytest.mark.parametrize("begins", [0, 1])
+def test_a_full_disk_ends_the_charts_alone(
+    begins: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on the size of files stands for the full disk; the writer has a thread of its own."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit = (begins << 12, before[1])
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    try:
+        sink = TensorBoard(tmp_path, {"run.steps": 4}, 0)
+        for step in range(200):
+            sink.scalars({f"train/{name}": 1.0 for name in "abcdefgh"}, step)
+        sink.text("sample", "text", 200)
+        sink.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    out, err = capsys.readouterr()
+    assert out == f"warning: {tmp_path}/tensorboard: file too large; its charts end here\n"
+    assert "Traceback" not in err
 
 
 def test_a_trace_names_the_parts_of_its_steps(run: tuple[Path, str]) -> None:
