@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/reference"
 PUBLIC = ("megacpp", "parallel", "optim", "checkpointing")
 MADE = "<!-- made by python -m bench.reference -->"
+FROM_0 = "`step` counts from 0: step 8 on the screen and of a checkpoint has `7` here."
 KINDS = {int: "whole number", float: "number", bool: "true or false", dict: "object", str: "text"}
 # File of a run folder (N: a number) -> module that writes it, its content.
 FILES = {
@@ -188,10 +189,13 @@ def files_page() -> str:
         "## metrics.jsonl",
         "",
         "Values that a step's line may have. `null` is a number that isn't finite.",
+        FROM_0,
         "",
         *fields(STEP),
         "",
         "## evaluations.jsonl",
+        "",
+        FROM_0,
         "",
         *fields(EVALUATION),
     ]
