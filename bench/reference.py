@@ -43,6 +43,10 @@ FILES = {
     "status.json": ("megacpp/outcome.py", "running or ended, exit code, last message, host"),
     "run.lock": ("megacpp/run/lock.py", "held while a start uses the folder"),
     "metrics.jsonl": ("megacpp/run/metrics.py", "one object per step, in full precision"),
+    "metrics-before-N.jsonl": (
+        "megacpp/run/metrics.py",
+        "lines of steps from N on that `checkpoint.resume` with a folder made again",
+    ),
     "evaluations.jsonl": ("megacpp/run/metrics.py", "held-out loss of each evaluation"),
     "goodput.jsonl": ("megacpp/run/goodput.py", "seconds by class: steps, data, saves, waits"),
     "digests.jsonl": ("megacpp/state/digests.py", "bits of tensors that several ranks hold"),

@@ -14,6 +14,7 @@ from megacpp.outcome import STATUS, write_status
 from megacpp.run.lock import FILE, LEASE_S, take
 from megacpp.run.rank_store import RankStore
 from megacpp.state.files import read_parsed
+from megacpp.state.published import STEP, published, step_of
 from megacpp.state.remote import fetch_newer, url_of
 
 PATIENCE_S = 5.0  # wait for a network file system to show another node's file
@@ -40,6 +41,7 @@ def open_folder(peers: RankStore, config: Config, fingerprint: str) -> None:
     try:
         with peers.agree("folder"):
             if peers.rank == 0:
+                _check_replay(config)
                 _claim(peers, config, token)
                 peers.tell("corpus", fingerprint)
         with peers.agree("seen"):
@@ -57,6 +59,15 @@ def open_folder(peers: RankStore, config: Config, fingerprint: str) -> None:
         before = read_parsed(folder / STATUS)
         peers.finished = before if before.get("code") == 0 else None
         write_status(folder, followed_a_kill=peers.lock.followed)
+
+
+def _check_replay(config: Config) -> None:
+    """Raise ConfigError for a replay of steps in the folder of a run that has gone on since."""
+    folder, source = Path(config.run.dir), Path(config.checkpoint.resume)
+    newest = max(map(step_of, published(folder / "checkpoints")), default=0)
+    if config.run.until and STEP.fullmatch(source.name) and step_of(source) < newest:
+        rule = f"{folder} has step {newest}, a later one than {source}, and would lose its records"
+        raise config_error("run.until", config.run.until, rule, "use another --run.dir")
 
 
 def _claim(peers: RankStore, config: Config, token: Path) -> None:

@@ -18,7 +18,7 @@ from megacpp.config.arguments import flatten
 from megacpp.config.schema import Config
 from megacpp.data.compressors import compressor_bars
 from megacpp.run.sinks import Setting, Sink, open_sinks, tagged
-from megacpp.state.files import parsed
+from megacpp.state.files import parsed, rows_by_step
 from megacpp.terminal.screen import columns, wrapped
 from megacpp.terminal.screen import duration as duration
 
@@ -62,7 +62,8 @@ class StepRecord:
 class MetricsLog:
     """Writer of step records on the main rank; does nothing elsewhere.
 
-    A resumed run drops the lines of steps that it will repeat.
+    A resumed run drops the lines of steps that it will repeat. If it was told from which checkpoint
+    to go on, later checkpoints may be of these steps: then they stay in `metrics-before-N.jsonl`.
 
     Args:
         folder: folder of the run.
@@ -81,6 +82,8 @@ class MetricsLog:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
+        if config.checkpoint.resume not in ("auto", "never"):
+            _set_aside(path, first_step, config.checkpoint.resume)
         _keep_steps(path, lambda step: step < first_step)
         self._file = path.open("a")
         self._sinks = open_sinks(folder, run, settings_of(config), first_step)
@@ -264,6 +267,16 @@ def _amend(path: Path, step: int, values: Mapping[str, object]) -> None:
         if (row := parsed(line)).get("step") == step:
             lines[number] = json.dumps({**row, **values}, allow_nan=False).encode()
     _write_lines(path, lines)
+
+
+def _set_aside(path: Path, first_step: int, source: str) -> None:
+    """Append the lines from `first_step` on to a file of their own, below one that says why."""
+    rows = rows_by_step(path)
+    cut = [json.dumps(row) for step, row in rows.items() if step >= first_step]
+    if cut:
+        header = json.dumps({"cut_from": path.name, "checkpoint.resume": source})
+        with path.with_name(f"{path.stem}-before-{first_step:06d}.jsonl").open("a") as file:
+            file.writelines(f"{line}\n" for line in (header, *cut))
 
 
 def _keep_steps(path: Path, keep: Callable[[int], bool]) -> None:

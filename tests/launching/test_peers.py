@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megacpp.config.arguments import parse_run, replace_keys
 from megacpp.errors import DataError, MegacppError
 from megacpp.launch.folder import open_folder, start_point
 from megacpp.run.rank_store import Process, RankStore, _handshake, this_process
+from megacpp.state.checkpoint import save_checkpoint
 
 HERE = this_process()
 
@@ -119,6 +121,27 @@ def test_the_run_folder_and_the_corpus_are_everyones(tmp_path: Path) -> None:
     blocked.write_text("")
     said = opened(blocked / "run", lambda _: "abc")
     assert said[0] == said[1] and said[0].startswith(f"2 run.dir={blocked}/run: is not usable")
+
+
+def test_a_replay_does_not_cut_the_records_of_its_run(tmp_path: Path) -> None:
+    """Steps that are made again and not saved need a folder of their own."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for step in (4, 8):
+        save_checkpoint(run / "checkpoints", step, {"w": torch.zeros(3)}, {}, keep=0)
+
+    def said(folder: Path, step: int, until: int) -> list[str]:
+        source = str(run / f"checkpoints/step-{step:06d}")
+        given = {"checkpoint.resume": source, "run.until": until}
+        return opened(folder, lambda _: "abc", **given)
+
+    first, other = said(run, 4, 6)
+    assert first == other and first.startswith(f"2 run.until=6: {run} has step 8, a later one than")
+    assert first.endswith("Fix: use another --run.dir.") and [*run.iterdir()] == [
+        run / "checkpoints"
+    ]
+    for folder, step, until in ((tmp_path / "again", 4, 6), (run, 8, 9), (run, 4, 0)):
+        assert said(folder, step, until) == ["", ""]
 
 
 def test_a_restart_never_sets_its_own_run_aside(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from megacpp.config.schema import Config, RunConfig
+from megacpp.config.schema import CheckpointConfig, Config, RunConfig
 from megacpp.run.metrics import MetricsLog
 from megacpp.state.files import rows_by_step
 
@@ -30,3 +31,20 @@ def test_unreadable_lines_are_dropped(tmp_path: Path, bad: bytes) -> None:
         1: {"step": 1, "val_loss": {"prose": 1.0}},
     }
     assert files[1].read_bytes().startswith(good + b'{"step": 1, "loss": 1.0')
+
+
+def test_lines_of_later_checkpoints_stay_beside_the_log(tmp_path: Path) -> None:
+    """A resume from a named checkpoint keeps what it cuts; an automatic one doesn't."""
+    lines = [f'{{"step": {step}}}\n' for step in range(6)]
+    path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics-before-000004.jsonl"
+    run = RunConfig(steps=9, tensorboard=False)
+    for source, kept in (("auto", 0), ("checkpoints/step-000004", 1), ("old/step-000004", 2)):
+        path.write_text("".join(lines))
+        config = Config(run=run, checkpoint=CheckpointConfig(resume=source))
+        MetricsLog(tmp_path, config, 4, active=True).close()
+        assert path.read_text() == "".join(lines[:4])
+        rows = [json.loads(x) for x in aside.read_text().splitlines()] if kept else []
+        assert len(rows) == 3 * kept and aside.exists() == bool(kept)
+    for first, source in ((0, "checkpoints/step-000004"), (3, "old/step-000004")):
+        assert rows[first] == {"cut_from": "metrics.jsonl", "checkpoint.resume": source}
+        assert rows[first + 1 : first + 3] == [{"step": 4}, {"step": 5}]
