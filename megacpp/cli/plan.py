@@ -29,7 +29,7 @@ from megacpp.memory.planner import REASONS, Candidate, Plan, plan
 from megacpp.memory.traffic import Traffic, traffic
 from megacpp.model.flops import train_flops_per_token
 from megacpp.speed.cost import Cost
-from megacpp.speed.hardware import gpu
+from megacpp.speed.hardware import GpuSpec, gpu
 from megacpp.speed.step import StepTime
 from megacpp.terminal.progress import counted
 from megacpp.terminal.screen import columns, labelled, wrapped
@@ -68,7 +68,9 @@ class PlanArgs:
         0, "Tokens of a step over all ranks (0: the preset's).", "tokens", at_least=0
     )
     seq: int = setting(0, "Tokens of a row (0: the preset's).", "tokens", at_least=0)
-    per_node: int = setting(8, "Devices of a machine, for the command.", "devices", at_least=1)
+    per_node: int | None = setting(
+        None, "Devices of a machine (none: the usual node of --gpu, or 8).", "devices", at_least=1
+    )
     gpu: str = setting("", "Kind of GPU: order by predicted tokens a second (megacpp hardware).")
     price: float = setting(
         0.0, "Price of a GPU for an hour, in any currency: what training costs.", at_least=0
@@ -95,7 +97,8 @@ def command(args: PlanArgs, words: list[str]) -> int:
     step, and | marks where the headroom begins (--memory.headroom). "repeats" is the FLOPs that
     recompute adds to forward and backward.
     """
-    asked, machine = _asked(args, words), gpu(args.gpu) if args.gpu else None
+    machine = gpu(args.gpu) if args.gpu else None
+    asked = _asked(args, words, machine)
     cost = Cost(args.tokens, args.price, args.world or 0)
     if machine is None and (args.price or args.tokens or args.sweep):
         rule = "price, tokens and sweep need the predicted speed of a GPU"
@@ -134,14 +137,14 @@ def _watched(meshes: Sequence[MeshConfig]) -> Iterable[MeshConfig]:
     return counted(meshes, "plan", len(meshes))
 
 
-def _asked(args: PlanArgs, words: list[str]) -> Asked:
+def _asked(args: PlanArgs, words: list[str], machine: GpuSpec | None) -> Asked:
     """Read the command line; every mistake is one line."""
     if args.world is None and not args.sweep:
         raise config_error("world", "", "is needed", "write --world VALUE")
     written = read_run([*words, *(["--data.seq-len", str(args.seq)] if args.seq else [])])
     config = written.config
     check(_alone(config), 1)
-    gib = config.memory.device_gib or (gpu(args.gpu).hbm_gib if args.gpu else 0)
+    gib = config.memory.device_gib or (machine.hbm_gib if machine else 0)
     memory = memory_bytes(args.memory) if args.memory else int(gib * GIB)
     if not memory:
         rule, fix = "of a device is needed", "write --memory 141GiB, or --gpu H200"
@@ -151,9 +154,8 @@ def _asked(args: PlanArgs, words: list[str]) -> Asked:
         raise config_error(
             "tokens_per_step", tokens, "the preset has none", "write --tokens-per-step 1048576"
         )
-    return Asked(
-        written.base, config, written.given, args.world or 0, memory, tokens, args.per_node
-    )
+    per_node = args.per_node or (int(machine.per_node) if machine else 8)
+    return Asked(written.base, config, written.given, args.world or 0, memory, tokens, per_node)
 
 
 def _alone(config: Config) -> Config:

@@ -28,7 +28,9 @@ class SpeedArgs:
 
     world: int = setting(1, "Ranks of the mesh.", "ranks", at_least=1, at_most=MOST_RANKS)
     gpu: str = setting("H100", "Kind of GPU (`megacpp hardware` lists them).")
-    per_node: int = setting(8, "GPUs of a machine.", "GPUs", at_least=1, at_most=1024)
+    per_node: int | None = setting(
+        None, "GPUs of a machine (none: the usual node of --gpu).", "GPUs", at_least=1, at_most=1024
+    )
     timeline: str = setting("", "File for one rank's predicted step: .json (Perfetto) or .svg.")
     against: str = setting("", "Folder of a run, whose steps and profile are compared.")
     price: float = setting(0.0, "Price of a GPU for an hour: what training costs.", at_least=0)
@@ -55,11 +57,12 @@ def speed(args: SpeedArgs, words: list[str]) -> int:
     machine = gpu(args.gpu)
     config = as_planned(parse_run([*words, "--train.device", "cuda"], args.world).config)
     check_fp8(config, machine)
-    found = predicted(config, args.world, machine, args.per_node)
+    per_node = args.per_node or int(machine.per_node)
+    found = predicted(config, args.world, machine, per_node)
     cost = Cost(0, args.price, args.world)
     measured = compare(found, Path(args.against)) if args.against else None
     if args.timeline:
-        _draw(Path(args.timeline), work_of(config, args.world, machine, args.per_node), machine)
+        _draw(Path(args.timeline), work_of(config, args.world, machine, per_node), machine)
     if args.json:
         words_ = content(config, args.world, machine, found)
         words_["predicted"] |= cost.as_dict(found)

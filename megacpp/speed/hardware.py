@@ -9,7 +9,7 @@ A figure called `..._reached` is the fraction of the peak that software reaches.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,12 @@ from typing import Any, NamedTuple
 from megacpp.errors import config_error
 
 FILE = Path(__file__).with_name("hardware.json")
+GENERATIONS = ("A100", "H100", "B200")
+LAYOUTS = ("TN", "NN", "NT")
+# Figures that may be 0: not known, not there, or too short to measure.
+MAY_BE_0 = ("hbm_gib", "l2_mib", "power_w", "fp8_tflops", "fp8_reached", "launch_us", "pass_us",
+            "node_latency_us", "network_latency_us")  # fmt: skip
+MOST = 1e12  # of any figure
 
 
 class Figure(NamedTuple):
@@ -136,11 +142,47 @@ def _spec(name: str) -> GpuSpec:
 @cache
 def _from_file(path: str) -> GpuSpec:
     try:
-        return GpuSpec(name=path, **json.loads(Path(path).read_text())["figures"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        rule = f"must be a file with the figures of a GPU ({error})"
+        content = json.loads(Path(path).read_text())
+        found = GpuSpec(name=path, **content["figures"])
+        wrong = _wrong(found, content.get("products", []))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        wrong = str(error)
+    if wrong:
+        rule = f"must be a file with the figures of a GPU ({wrong})"
         fix = "write one with python -m bench.gpu --calibrate --out FILE"
-        raise config_error("gpu", path, rule, fix) from None
+        raise config_error("gpu", path, rule, fix)
+    return found
+
+
+def _wrong(machine: GpuSpec, products: Any) -> str:
+    """Return the first figure or product of a file that breaks a rule, and the rule; "": none."""
+    for name in (field.name for field in fields(GpuSpec)[1:]):
+        value = getattr(machine, name)
+        if name == "generation":
+            if value not in GENERATIONS:
+                return f"{name}={value}: must be one of {', '.join(GENERATIONS)}"
+        elif name == "on_host":
+            if not isinstance(value, bool):
+                return f"{name}={value}: must be true or false"
+        elif not _is_number(value) or not (value or name in MAY_BE_0):
+            above = "at least" if name in MAY_BE_0 else "above"
+            return f"{name}={value}: must be a number {above} 0 and at most {MOST:g}"
+        elif name.endswith("_reached") and value > 1:
+            return f"{name}={value}: must be a fraction, at most 1"
+        elif name in ("sms", "per_node") and value != int(value):
+            return f"{name}={value}: must be a whole number"
+    if machine.fp8_tflops and not machine.fp8_reached:
+        return "fp8_reached=0: must be above 0 with fp8_tflops"
+    for row in products if isinstance(products, list) else [products]:
+        sizes = row[:3] + row[4:] if isinstance(row, list) and len(row) == 5 else []
+        if not sizes or row[3] not in LAYOUTS or not all(_is_number(x) and x for x in sizes):
+            return f"products: {row} must be [m, n, k, layout, TFLOP/s]"
+    return ""
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value of a file is a number from 0 to `MOST`."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST
 
 
 def known(device_name: str) -> GpuSpec | None:

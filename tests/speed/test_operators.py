@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megacpp.cli.main import main
 from megacpp.errors import ConfigError
 from megacpp.speed import collectives
 from megacpp.speed.collectives import AxisSpread, spread
@@ -73,6 +74,57 @@ def test_every_product_of_a_cpu_is_the_nearest_measured_one(tmp_path: Path) -> N
     for size, count, layout, speed in ((96, 1, "TN", 0.5), (700, 8, "TN", 2.0), (700, 1, "NN", 4)):
         product = Product(size, size, size, count, layout)
         assert seconds(product, machine, ONE) == pytest.approx(product.flops / (speed * 1e12))
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"hbm_gbs": -1.0}, "hbm_gbs=-1.0: must be a number above 0"),
+        ({"nvlink_gbs": 0}, "nvlink_gbs=0: must be a number above 0"),
+        ({"bf16_tflops": float("nan")}, "bf16_tflops=nan"),
+        ({"launch_us": -1}, "launch_us=-1: must be a number at least 0"),
+        ({"hbm_gib": "80"}, "hbm_gib=80"),
+        ({"sms": True}, "sms=True"),
+        ({"sms": 0.5}, "sms=0.5: must be a whole number"),
+        ({"hbm_reached": 1.5}, "hbm_reached=1.5: must be a fraction"),
+        ({"fp8_tflops": 100}, "fp8_reached=0"),
+        ({"per_node": None}, "per_node=None"),
+        ({"on_host": 1}, "on_host=1: must be true or false"),
+        ({"generation": "V100"}, "generation=V100: must be one of A100, H100, B200"),
+        ({"generation": ["H100"]}, "generation=['H100']"),
+        ({"products": [[64, 64, 64, "TN"]]}, r"products: [64, 64, 64, 'TN'] must be"),
+        ({"products": [[64, 64, 0, "TN", 1.0]]}, "products: [64, 64, 0"),
+        ({"products": [[64, 64, 64, "TT", 1.0]]}, "products: [64, 64, 64, 'TT'"),
+        ({"products": 7}, "products: 7"),
+    ],
+)
+def test_a_wrong_figure_of_a_file_is_named(
+    changed: dict[str, object], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.json"
+    figures = {f.name: getattr(PLAIN, f.name) for f in fields(GpuSpec)[1:]} | changed
+    products = figures.pop("products", [])
+    file.write_text(json.dumps({"figures": figures, "products": products}))
+    for words in (["speed", "dense_110m"], ["plan", "dense_110m", "--world", "8"]):
+        assert main([*words, "--gpu", str(file)]) == 2
+        assert f"must be a file with the figures of a GPU ({named}" in capsys.readouterr().err
+
+
+def test_a_file_says_how_many_gpus_a_machine_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for per_node, more in ((2, []), (8, []), (2, ["--per-node", "8"])):
+        file = tmp_path / f"{per_node}.json"
+        figures = {f.name: getattr(PLAIN, f.name) for f in fields(GpuSpec)[1:]}
+        file.write_text(json.dumps({"figures": figures | {"per_node": per_node}}))
+        words = ["speed", "dense_110m", "--world", "8", "--gpu", str(file), "--json", *more]
+        assert main(words) == 0
+        found.append(json.loads(capsys.readouterr().out)["predicted"]["step_s"])
+    assert found[0] > found[1] == found[2]
+    fixed = ["--mesh.tp", "1", "--mesh.pp", "1", "--mesh.cp", "1", "--gpu", str(file)]
+    assert main(["plan", "dense_110m", "--world", "8", *fixed]) == 0
+    assert "torchrun --nnodes=4 --nproc-per-node=2" in capsys.readouterr().out
 
 
 def test_memory_bound_work_moves_its_bytes() -> None:
