@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import statistics
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ PARTS = (
 )
 OTHERS, IDLE = "memory-bound", "idle"
 FIRST = 3  # steps that aren't typical
+REPAIR = "name the folder of another run, or remove the damaged file"
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def compare(predicted: StepTime, folder: Path) -> MeasuredRun:
     """Return the comparison of a prediction with a run folder.
 
     Raises:
-        ConfigError: the folder has neither steps nor a profile.
+        ConfigError: the folder has neither steps nor a profile, or a file can't be read.
     """
     steps = measured_steps(folder)
     traces = sorted((folder / "profile").glob("*-rank-0.json.gz"))
@@ -70,7 +73,7 @@ def compare(predicted: StepTime, folder: Path) -> MeasuredRun:
     source, step = folder / "metrics.jsonl", 0.0
     if traces:
         source = traces[-1]
-        found = profiled(json.loads(gzip.decompress(source.read_bytes()))["traceEvents"])
+        found = profiled_file(source)
         step = sum(found.values())
         mine = grouped(predicted.parts)
         parts = {
@@ -88,12 +91,48 @@ def usual_steps(steps: Sequence[float]) -> Sequence[float]:
 
 
 def measured_steps(folder: Path) -> list[float]:
-    """Return the seconds of a run's steps, in order; none without metrics.jsonl."""
+    """Return the seconds of a run's steps, in order; none without metrics.jsonl.
+
+    A last line that isn't whole, as a run that writes leaves it, is skipped.
+
+    Raises:
+        ConfigError: another line isn't a record of a step.
+    """
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return [float(row["step_s"]) for row in rows if row.get("step_s")]
+    found: list[float] = []
+    lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+    for number, line in enumerate(lines, 1):
+        try:
+            seconds = json.loads(line).get("step_s") or 0.0
+            if not 0 <= seconds < math.inf:
+                raise ValueError(f"step_s={seconds} is no number of seconds")
+        except (ValueError, AttributeError, TypeError) as error:
+            if number == len(lines) and isinstance(
+                error, json.JSONDecodeError | UnicodeDecodeError
+            ):
+                break
+            rule = f"line {number} of metrics.jsonl can't be read ({error})"
+            raise config_error("against", folder, rule, REPAIR) from None
+        found += [float(seconds)] if seconds else []
+    return found
+
+
+def profiled_file(path: Path) -> dict[str, float]:
+    """Return `profiled` of a compressed trace.
+
+    Raises:
+        ConfigError: it can't be read.
+    """
+    try:
+        found = profiled(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
+        if not sum(found.values()):
+            raise ValueError("no step is in it")
+        return found
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as e:
+        rule = f"its profile {path.name} can't be read ({e})"
+        raise config_error("against", path.parent.parent, rule, REPAIR) from None
 
 
 def grouped(parts: Mapping[str, float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from megacpp.cli.speed import work_of
 from megacpp.config.arguments import parse_run
 from megacpp.home import HOME
 from megacpp.run.predicted import TEN, Prediction, check_mfu, foresee, machine_of, verdict
-from megacpp.speed.against import compare, profiled
+from megacpp.speed.against import compare, measured_steps, profiled
 from megacpp.speed.hardware import Rates, gpu, known
 from megacpp.speed.step import StepTime, predict
 from megacpp.speed.timeline import chrome, svg, timeline
@@ -92,6 +92,55 @@ def test_a_run_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "predicted" in capsys.readouterr().out
     assert main(["speed", "dense_110m", "--against", str(tmp_path / "none")]) == 2
     assert main(["speed", "dense_110m", "--timeline", str(tmp_path / "a.png")]) == 2
+
+
+def packed(content: bytes) -> bytes:
+    return gzip.compress(content, mtime=0)
+
+
+STEP = json.dumps({"step": 1, "step_s": 0.02})
+
+
+def test_a_half_written_last_line_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(
+        f'{STEP}\n{STEP}\n{{"step": 3, "x": "\u00e9'.encode()[:-1]
+    )
+    assert measured_steps(tmp_path) == [0.02, 0.02]
+    assert main(["speed", "dense_110m", "--against", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "metrics.jsonl",
+            f"{STEP[:-3]}\n{STEP}\n".encode(),
+            "line 1 of metrics.jsonl can't be read",
+        ),
+        ("metrics.jsonl", f"{STEP}\n[1]\n".encode(), "line 2 of metrics.jsonl"),
+        ("metrics.jsonl", b'{"step_s": "abc"}\n', "line 1 of metrics.jsonl"),
+        ("metrics.jsonl", b'{"step_s": -1.0}\n', "line 1 of metrics.jsonl"),
+        ("metrics.jsonl", b'{"step_s": NaN}\n', "line 1 of metrics.jsonl"),
+        ("profile/a-rank-0.json.gz", b"no gzip", "its profile a-rank-0.json.gz can't be read"),
+        ("profile/a-rank-0.json.gz", packed(b"{}" * 99)[:-20], "its profile"),
+        ("profile/a-rank-0.json.gz", packed(b"[1]"), "its profile"),
+        ("profile/a-rank-0.json.gz", packed(b'{"traceEvents": []}'), "no step is in it"),
+        ("profile/a-rank-0.json.gz", packed(b'{"traceEvents": [1]}'), "its profile"),
+        (
+            "profile/a-rank-0.json.gz",
+            packed(b'{"traceEvents": [{"ph": "X", "dur": 1, "cat": "kernel"}]}'),
+            "its profile",
+        ),
+    ],
+)
+def test_a_damaged_run_is_one_line(
+    name: str, content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "profile").mkdir()
+    (tmp_path / name).write_bytes(content)
+    assert main(["speed", "dense_110m", "--against", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: against=") and words in line and "Fix: " in line
 
 
 def test_ten_steps_say_what_is_off() -> None:
