@@ -332,8 +332,11 @@ class _Maker:
             heads = own.rows * max(1, a.num_heads // own.tp)
             kernel = ATTENTION[self.generation]
             # SDPA hides what is outside of a window, the other kernels skip it.
-            reach = a.window if a.window and own.attends_by != "torch" else own.row
-            one = Attend(heads, own.here, min(reach, own.row / 2), wide, kernel)
+            reach = own.row
+            if a.window and own.attends_by != "torch":
+                reach = min(a.window, own.row)
+            keys = reach - reach**2 / (2 * own.row)  # a row's first queries see fewer
+            one = Attend(heads, own.here, keys, wide, kernel)
             return [one], [one._replace(backward=True)]
         flops = SCAN_TIMES * mixed * own.tokens / own.tp
         serial = own.row if kind[0] == "R" else 0
