@@ -38,12 +38,19 @@ class AxisSpread(NamedTuple):
 def spread(size: int, stride: int, per_node: int) -> AxisSpread:
     """Return the layout of a group whose neighbours are `stride` ranks apart.
 
+    Groups that neither divide a node nor are whole nodes lie in different ways, and all ranks wait
+    for the worst: the one of which a node has the fewest ranks.
+
     Args:
         size: ranks of the group.
         stride: ranks between two neighbours: the product of the axes inside it.
         per_node: GPUs of a node.
     """
-    return AxisSpread(size, max(1, min(size, per_node // stride)) if stride < per_node else 1)
+    covered = size * stride
+    inside = min(covered, per_node)
+    if per_node % covered and covered % per_node:
+        inside = math.gcd(covered, per_node)
+    return AxisSpread(size, max(1, inside // stride))
 
 
 @lru_cache(maxsize=1 << 14)

@@ -22,7 +22,7 @@ def axes(config: Config, size: int, per_node: int) -> dict[str, AxisSpread]:
     The `copies` of an axis add up gradients that it has reduced: replicas, unless they take the
     place of shards.
     """
-    m = config.mesh
+    m, per_node = config.mesh, min(per_node, size)
     folded = m.dp_shard * m.cp * m.tp
     shards = m.dp_shard * m.cp
     replicas = spread(m.dp_replicate, folded, per_node)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import fields, replace
+from itertools import product
+from math import lcm
 from pathlib import Path
 
 import pytest
 
 from megacpp.cli.main import main
+from megacpp.config.arguments import parse_run
 from megacpp.errors import ConfigError
 from megacpp.speed import collectives
 from megacpp.speed.collectives import AxisSpread, spread
@@ -22,6 +26,7 @@ from megacpp.speed.operators import (
     SerialWork,
     seconds,
 )
+from megacpp.speed.sent import axes
 
 # Round figures: 100 SMs, 100 TFLOP/s, 1 TB/s, links of 100 and 10 GB/s, hops of 1 and 10 us.
 PLAIN = GpuSpec(
@@ -169,6 +174,32 @@ def test_axes_lie_over_nodes_by_their_stride() -> None:
     assert spread(4, 8, 8) == (4, 1)
     assert spread(2048, 2, 8) == (2048, 4)
     assert spread(2048, 2, 8).nodes == 512
+
+
+@pytest.mark.parametrize("per_node", [4, 6, 8])
+def test_uneven_groups_wait_for_the_node_with_fewest_ranks(per_node: int) -> None:
+    for size, stride in product((2, 3, 4, 5, 6, 8, 12, 16, 24), (1, 2, 3, 4, 6, 8, 12)):
+        every = range(lcm(size * stride, per_node))
+        nodes = [
+            Counter(rank // per_node for rank in every[first : first + size * stride : stride])
+            for start in every[:: size * stride]
+            for first in range(start, start + stride)
+        ]
+        fewest = min(min(group.values()) for group in nodes)
+        assert spread(size, stride, per_node).inside == fewest, (size, stride)
+
+
+def test_three_ranks_on_nodes_of_eight_cross_the_network() -> None:
+    """Ranks 6, 7 and 8 lie on two nodes; each of their ring's links carries two shares of three."""
+    words = ["dense_110m", "--mesh.tp", "3", "--model.vocab-size", "49152"]
+    words += ["--model.attention.num-kv-heads", "6", "--model.mlp.hidden-dim", "1536"]
+    words += ["--train.tokens-per-step", "0", "--train.grad-accum", "1", "--data.seq-len", "3072"]
+    config, alone = (parse_run(words, size).config for size in (24, 3))
+    group = axes(config, 24, 8)["tp"]
+    time = collectives.seconds("all_gather", 3e9, group, PLAIN)
+    assert time == pytest.approx(2e9 / 10e9 + (15 + 2 * 10) * 1e-6)
+    assert axes(config, 24, 6)["tp"] == (3, 3)
+    assert axes(alone, 3, 8)["tp"] == (3, 3)  # on one node, which they don't fill
 
 
 def test_every_gpu_has_figures_with_sources() -> None:
