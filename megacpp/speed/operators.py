@@ -21,6 +21,9 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.7), (64
 # Fits to the A100 table of hardware.json (81 products, mean error 2.8 %): elements of K that a
 # tile's start and end cost, and the part of a last, partly filled wave that split tiles fill.
 K_FILL, WAVE_SHARED = 133, 0.45
+# Peak of fp32 products without TF32 against that of bf16 (vendor data sheets: 19.5, 67 and 75
+# TFLOP/s).
+FP32 = {"A100": 1 / 16, "H100": 1 / 15, "B200": 1 / 30}
 TABLE_REACH = 1.3  # a measured product stands for those whose sizes differ by less
 # Waves of 128-query tiles at which attention reaches half its speed, forward and backward.
 ATTENTION_WAVES = (1.4, 0.6)
@@ -38,7 +41,7 @@ class Product(NamedTuple):
         k: summed dim.
         count: products of that size in one launch (experts, heads).
         layout: TN forward, NN gradient of the input, NT gradient of the weight.
-        dtype: of the operands; an FP8 product also rounds them.
+        dtype: of the operands; an FP8 product also rounds them, an fp32 one runs without TF32.
         added: the output is added to an fp32 gradient.
         what: name of the part that it belongs to.
     """
@@ -143,16 +146,20 @@ def product_seconds(op: Product, gpu: GpuSpec, rates: Rates) -> float:
     peak, reached = gpu.bf16_tflops, gpu.bf16_reached
     if eight:
         peak, reached = gpu.fp8_tflops, gpu.fp8_reached
-    measured = None if eight else _measured(op, gpu)
+    full = op.dtype == "fp32" and not gpu.on_host
+    if full:
+        peak *= FP32[gpu.generation]
+    measured = None if eight or full else _measured(op, gpu)
     if measured is not None:
         arithmetic = op.flops / (measured * 1e12)
     else:
         # A tile starts and ends in the same time, in which FP8 multiplies more elements.
-        fill = K_FILL * (gpu.fp8_tflops / gpu.bf16_tflops if eight else 1.0)
+        fill = K_FILL * peak / gpu.bf16_tflops
         filled = _filled(op.m, op.n, op.count, int(gpu.sms)) * op.k / (op.k + fill)
         arithmetic = op.flops / (peak * 1e12 * reached * filled)
-    itemsize = 1 if eight else 2
-    moved = itemsize * (op.m * op.k + op.n * op.k) + (8 if op.added else 2) * op.m * op.n
+    itemsize = 1 if eight else 4 if full else 2
+    written = 8 if op.added else max(2, itemsize)
+    moved = itemsize * (op.m * op.k + op.n * op.k) + written * op.m * op.n
     moving = memory_seconds(moved * op.count, gpu, rates)
     time = max(arithmetic / rates.products, moving, LEAST_US * 1e-6)
     if eight and op.layout != "NT":  # an operand read in bf16, written in FP8 and transposed

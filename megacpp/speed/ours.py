@@ -38,10 +38,12 @@ from megacpp.speed.collectives import AxisSpread
 from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork
 from megacpp.speed.pipeline import Actions
 from megacpp.speed.sent import axes, between, block_transfers
+from megacpp.speed.sparse import SparseWork, attention_work, indexer_work
 from megacpp.speed.step import BlockWork, StepWork, Transfer
 from megacpp.speed.traced import moved_by
 
 ATTENTION = {"A100": "flash2", "H100": "flash2", "B200": "flash2"}  # torch's own kernel
+SPARSE = ("A.index", "A.share")  # blocks that attend to chosen keys
 SCAN_TIMES = 3.0  # a chunked scan's small products take as long as 3 times their FLOPs (assumed)
 TOKEN_US = 1.5  # a token's step in a recurrence whose state stays in registers (assumed)
 # Of an fp32 parameter: the norm reads its gradient, clipping reads and writes it, AdamW reads four
@@ -265,17 +267,24 @@ class _Maker:
         ahead, back = self._between_tokens(kind, mixed)
         forward, backward = [*forward, *ahead], [*backward, *back]
         moved, issued, replayed = self._moved(kind, pieces, fp8)
+        attended, indexed = self._sparse(kind)
+        more = attended.issued, indexed.issued
+        issued = issued[0] + more[0][0] + more[1][0], issued[1] + more[0][1] + more[1][1]
+        forward += [*attended.forward, *indexed.forward]
+        backward += [*attended.backward, *indexed.backward]
         again: list[Operator] = []
         if replayed is not None:
             again = [self._equal(replayed)] if replayed else []
         elif pieces >= BLOCK:
             again = forward
         else:
+            rest = pieces - {"core_attn"} if attended.forward else pieces
             per_token = 2.0 * sum(
                 KINDS[kind[0]].region_multiply_adds(p, layer_model(model, kind), own.row)
-                for p in pieces
+                for p in rest
             )
             again = [self._equal(per_token)] if per_token else []
+            again += attended.forward if rest != pieces else ()
         sent = self.sent.get(kind, ())
         return BlockWork(
             kind,
@@ -319,11 +328,23 @@ class _Maker:
         dim = self.config.model.dim
         return Product(self.own.tokens, max(1, round(per_token / (2 * dim * self.own.tp))), dim)
 
+    def _sparse(self, kind: str) -> tuple[SparseWork, SparseWork]:
+        """Return attention to chosen keys, and the indexer, of a kind of block that has them."""
+        found = SparseWork((), (), (0, 0))
+        chosen = kind.startswith(SPARSE) and self.config.model.attention.sparse.stage == "sparse"
+        model = layer_model(self.config.model, kind)
+        return (
+            attention_work(model, self.own) if chosen else found,
+            indexer_work(model, self.own) if kind.startswith(SPARSE[0]) else found,
+        )
+
     def _between_tokens(self, kind: str, mixed: float) -> tuple[list[Operator], list[Operator]]:
         """Return attention, a scan or a recurrence; `mixed`: its FLOPs a token."""
         own, model = self.own, self.config.model
         if not mixed or kind[0] in "EF":
             return [], []
+        if kind.startswith(SPARSE) and model.attention.sparse.stage == "sparse":
+            return [], []  # see `_sparse`
         if kind[0] == "A":
             a = layer_model(model, kind).attention
             wide = 2 * a.head_dim if a.kind == "gqa" else (
