@@ -15,7 +15,14 @@ from typing import NamedTuple
 from megacpp.speed import collectives
 from megacpp.speed.hardware import GpuSpec, Rates
 from megacpp.speed.pipeline import schedule, spans_of
-from megacpp.speed.step import StepWork, optimizer_seconds, passes_of, stage_times, unit_times
+from megacpp.speed.step import (
+    StepWork,
+    optimizer_seconds,
+    passes_of,
+    predict,
+    stage_times,
+    unit_times,
+)
 from megacpp.speed.streams import COMPUTE, LINK, fsdp_tasks, run
 
 WIDTH, LANE, LEFT = 1200, 44, 90  # of the SVG, in pixels
@@ -28,7 +35,7 @@ class StreamSpan(NamedTuple):
 
     Attributes:
         stream: `compute` or `link`.
-        name: what runs, its first word one of `COLOURS`.
+        name: what runs, its first word one of `COLOURS`, or a part of `StepTime`.
         start: seconds from the start of the step.
         seconds: its time.
     """
@@ -43,10 +50,11 @@ def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[StreamSpan]:
     """Return the spans of a step: of the rank with most to do, in a pipeline.
 
     Collectives of the data axes in a pipeline, and those that no block overlaps, come after the
-    microbatches. Collectives inside a block are part of its span. FSDP2's copies, and what kernels
-    lose to communication beside them, aren't drawn.
+    microbatches, and so do FSDP2's copies and what kernels lose to communication beside them.
+    Collectives inside a block are part of its span.
     """
-    passes = passes_of(step, gpu, rates)
+    passes, parts = passes_of(step, gpu, rates), predict(step, gpu, rates).parts
+    behind = {"exposed data": LINK, "copied data": COMPUTE, "slowed by data": COMPUTE}
     if step.stages:
         times = stage_times(step, passes)
         send = collectives.seconds("send", step.stage_bytes, step.axes["pp"], gpu)
@@ -65,8 +73,10 @@ def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[StreamSpan]:
         ]
     else:
         units = unit_times(step, passes, gpu, rates)
-        if step.data != "fsdp" or not step.overlapped:
+        if step.data != "fsdp" or not step.overlapped or gpu.on_host:
             units = [unit._replace(gather=0.0, reduce=0.0) for unit in units]
+        else:
+            del behind["exposed data"]
         line = run(
             fsdp_tasks(
                 units,
@@ -83,6 +93,10 @@ def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[StreamSpan]:
             if task.seconds
         ]
         end = max((span.start + span.seconds for span in found), default=0.0)
+    for name, stream in behind.items():
+        if name in parts:
+            found.append(StreamSpan(stream, name, end, parts[name]))
+            end += parts[name]
     return [*found, StreamSpan(COMPUTE, "optimizer", end, optimizer_seconds(step, gpu, rates))]
 
 

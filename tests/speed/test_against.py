@@ -28,7 +28,15 @@ def event(name: str, ts: float, dur: float, cat: str = "kernel", tid: int = 1) -
     return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "tid": tid}
 
 
-@pytest.mark.parametrize("words", [(), ("--mesh.pp", "2", "--train.device-batch-size", "2")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--mesh.pp", "2", "--train.device-batch-size", "2"),
+        ("--mesh.pp", "4", "--train.device-batch-size", "2"),
+        ("--mesh.pp", "4", "--mesh.tp", "2", "--train.device-batch-size", "2"),
+    ],
+)
 def test_a_timeline_is_the_simulated_step(words: tuple[str, ...]) -> None:
     config = parse_run(["dense_110m", *words, "--train.device", "cuda"], 8).config
     machine = gpu("H100")
@@ -39,9 +47,10 @@ def test_a_timeline_is_the_simulated_step(words: tuple[str, ...]) -> None:
         assert all(a.start + a.seconds <= b.start + 1e-9 for a, b in pairwise(own))
     end = max(s.start + s.seconds for s in spans)
     found = predict(work, machine, Rates())
-    after = found.parts.get("slowed by data", 0.0) + found.parts["copied data"]
-    after += found.parts.get("exposed data", 0.0) if words else 0.0
-    assert end == pytest.approx(found.step_s - after, rel=1e-3)
+    assert end == pytest.approx(found.step_s, rel=1e-4)
+    named = {span.name for span in spans if span.name.endswith(" data")}
+    assert named == {n for n in found.parts if n.endswith(" data") and (words or n[:2] != "ex")}
+    assert ("copied data" in named) is ("--mesh.tp" not in words)
     events = json.loads(chrome(spans))["traceEvents"]
     assert sum(e["ph"] == "X" for e in events) == len(spans)
     assert svg(spans).count("<title>") == len(spans)
