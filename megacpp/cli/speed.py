@@ -13,7 +13,8 @@ from megacpp.config.environment import MOST_RANKS
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
-from megacpp.memory.budget import as_planned
+from megacpp.memory.budget import BRIEF, GIB, as_planned, fullest, words
+from megacpp.memory.estimate import MemoryEstimate
 from megacpp.speed.against import MeasuredRun, compare
 from megacpp.speed.cost import Cost
 from megacpp.speed.hardware import GpuSpec, Rates, gpu, gpus
@@ -44,7 +45,7 @@ class HardwareArgs:
     json: bool = setting(False, "Print one JSON object instead of text.")
 
 
-def speed(args: SpeedArgs, words: list[str]) -> int:
+def speed(args: SpeedArgs, given: list[str]) -> int:
     """Predicted time of an optimizer step by part, tokens a second and MFU, before it is run.
 
     Nothing but this machine is used: blocks are run once without values, then time is computed from
@@ -55,22 +56,25 @@ def speed(args: SpeedArgs, words: list[str]) -> int:
     (bench/published.py); it holds 4 of 5.
     """
     machine = gpu(args.gpu)
-    config = as_planned(parse_run([*words, "--train.device", "cuda"], args.world).config)
+    config = as_planned(parse_run([*given, "--train.device", "cuda"], args.world).config)
     check_fp8(config, machine)
     per_node = args.per_node or int(machine.per_node)
     found = predicted(config, args.world, machine, per_node)
-    cost = Cost(0, args.price, args.world)
+    memory, cost = memory_of(config, args.world, machine), Cost(0, args.price, args.world)
     measured = compare(found, Path(args.against)) if args.against else None
     if args.timeline:
         _draw(Path(args.timeline), work_of(config, args.world, machine, per_node), machine)
     if args.json:
         words_ = content(config, args.world, machine, found)
+        words_ |= {"memory": memory.as_json() if memory else None}
         words_["predicted"] |= cost.as_dict(found)
         if measured:
             words_["measured"] = asdict(measured) | {"largest": measured.largest}
         print(json.dumps(words_, indent=2))
         return 0
     print("\n".join(lines(config, args.world, machine, found)))
+    if memory and memory.verdict != "fits":
+        print("\n".join(wrapped(misfit_words(memory, machine))))
     if args.price:
         print("\n".join(["", *wrapped(cost.words(found))]))
     if measured:
@@ -78,6 +82,31 @@ def speed(args: SpeedArgs, words: list[str]) -> int:
     if args.timeline:
         print(f"\ntimeline of one rank: {args.timeline}")
     return 0
+
+
+def memory_of(config: Config, size: int, machine: GpuSpec) -> MemoryEstimate | None:
+    """Return the memory of the fullest rank; None: that of the machine isn't known.
+
+    Args:
+        config: resolved for `size` ranks.
+        size: number of ranks.
+        machine: GPU of each.
+    """
+    if not machine.hbm_gib:
+        return None
+    budget = int(machine.hbm_gib * GIB * (1 - config.memory.headroom))
+    return fullest(config, size, budget, BRIEF)[1]
+
+
+def misfit_words(memory: MemoryEstimate, machine: GpuSpec) -> str:
+    """Return what a run needs that doesn't fit, or may not, as text."""
+    risk = memory.verdict == "at_risk"
+    needed = words(memory.upper if risk else memory.point)
+    fits = "may not fit: it may need" if risk else "doesn't fit: it needs"
+    return (
+        f"memory: {fits} {needed} of {machine.hbm_gib:g} GiB, of which {words(memory.budget or 0)} "
+        "may be used (megacpp plan finds what fits)"
+    )
 
 
 def _draw(path: Path, work: StepWork, machine: GpuSpec) -> None:

@@ -152,6 +152,20 @@ def test_a_damaged_run_is_one_line(
     assert line.startswith("error: against=") and words in line and "Fix: " in line
 
 
+def test_a_step_that_cannot_run_is_said_not_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """A GPU of 40 GiB, and one of 141 GiB that has enough."""
+    flags = ["--model.depth", "4", "--train.grad-accum", "1", "--train.tokens-per-step", "0"]
+    words = ["speed", "dense_110m", *flags, "--train.device-batch-size", "640"]
+    for name, wanted in (("A100-40GB", "does_not_fit"), ("H200", "fits")):
+        assert main([*words, "--gpu", name, "--json"]) == 0
+        memory = json.loads(capsys.readouterr().out)["memory"]
+        assert memory["verdict"] == wanted
+        assert main([*words, "--gpu", name]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        needed = f"memory: doesn't fit: it needs {memory['point'] / 2**30:.1f} GiB of 40 GiB"
+        assert (needed in text) is (wanted == "does_not_fit")
+
+
 def test_ten_steps_say_what_is_off() -> None:
     ahead = Prediction(gpu("H100"), TIME).as_dict()
     assert verdict(ahead, [0.5, 0.010] + [0.0101] * (TEN - 2)).endswith("within the range")
