@@ -51,9 +51,9 @@ def speed(args: SpeedArgs, given: list[str]) -> int:
     Nothing but this machine is used: blocks are run once without values, then time is computed from
     figures of the GPU, its node and its network (`megacpp hardware`). A part called "exposed" is
     communication that no compute hides; "slowed by" is what kernels lose to communication beside
-    them; "copied data" is what FSDP2 copies behind a gather and before a reduction. The range is
-    that of errors on published steps of torchtitan and MosaicML to which nothing was fitted
-    (bench/published.py); it holds 4 of 5.
+    them; "copied data" is what FSDP2 copies behind a gather and before a reduction, and gradients
+    of microbatches that are added up. The range is that of errors on published steps of torchtitan
+    and MosaicML to which nothing was fitted (bench/published.py); it holds 4 of 5.
     """
     machine = gpu(args.gpu)
     config = as_planned(parse_run([*given, "--train.device", "cuda"], args.world).config)

@@ -23,7 +23,7 @@ from megacpp.speed.hardware import GpuSpec, Rates
 from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork, seconds
 from megacpp.speed.pipeline import Actions, StageTime, pipeline_seconds, simulate
 from megacpp.speed.streams import UnitTime, fsdp_seconds
-from megacpp.speed.travel import SLOWED, Travel, travel_times
+from megacpp.speed.travel import SLOWED, Travel, added_seconds, travel_times
 
 STEP_OPERATORS = 3  # of a token of a recurrence where no kernel runs it whole
 BESIDE = 0.9  # of the time of products, in which a collective can hide
@@ -94,8 +94,8 @@ class StepWork:
             `ddp` reduces once, `none`.
         gather_bytes: of a parameter that is gathered.
         reduce_bytes: of a gradient that is reduced.
-        copied: gathered parameters are copied to their places, and gradients to a buffer, as
-            FSDP2 does.
+        copied: gathered parameters are copied to their places, gradients to a buffer, and those of
+            microbatches are added up apart, as FSDP2 does.
         overlapped: communication of the data axes runs beside compute.
         reshard: see `fsdp_tasks`.
         resident: see `fsdp_tasks`.
@@ -239,6 +239,8 @@ def predict(step: StepWork, gpu: GpuSpec, rates: Rates) -> StepTime:
         block, time = step.blocks[number], sum(found.total for found in passes[number])
         blocks[block.kind] += time * step.microbatches
         launches[block.kind] += sum(block.launches) * step.microbatches
+    if added := added_seconds(step, mine, gpu, rates):
+        parts["copied data"] = parts.get("copied data", 0.0) + added
     parts["optimizer"] = optimizer_seconds(step, gpu, rates)
     total = sum(parts.values())
     mfu = step.flops / total / (gpu.bf16_tflops * 1e12) if total else 0.0

@@ -7,7 +7,7 @@ Beside the time on the links there is that of FSDP2's copies, and what other ker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megacpp.speed import collectives
@@ -53,6 +53,27 @@ def travel_times(
         if (block.dense, block.experts) not in found:
             found[block.dense, block.experts] = _travel(step, block, gpu, rates)
     return [found[step.blocks[n].dense, step.blocks[n].experts] for n in numbers]
+
+
+def added_seconds(step: StepWork, mine: Iterable[int], gpu: GpuSpec, rates: Rates) -> float:
+    """Return the time in which gradients of microbatches are added up before they are reduced.
+
+    FSDP2 casts those of the first one and adds the others to it. One process adds in the dtype of
+    its parameters, whose gradients the backward has cast.
+
+    Args:
+        step: whose gradients they are.
+        mine: numbers of the rank's blocks.
+        gpu: which adds them.
+        rates: constants.
+    """
+    if step.reduce_each or not step.copied or step.microbatches < 2:
+        return 0.0
+    wide = step.reduce_bytes
+    own = wide if step.data == "none" else step.gather_bytes
+    moved = (step.microbatches - 1) * (own + 2 * wide) + (own + wide) * (own != wide)
+    count = sum(step.blocks[n].dense + step.blocks[n].experts for n in mine)
+    return memory_seconds(count * moved, gpu, rates)
 
 
 def _travel(step: StepWork, block: BlockWork, gpu: GpuSpec, rates: Rates) -> Travel:

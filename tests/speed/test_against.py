@@ -50,7 +50,7 @@ def test_a_timeline_is_the_simulated_step(words: tuple[str, ...]) -> None:
     assert end == pytest.approx(found.step_s, rel=1e-4)
     named = {span.name for span in spans if span.name.endswith(" data")}
     assert named == {n for n in found.parts if n.endswith(" data") and (words or n[:2] != "ex")}
-    assert ("copied data" in named) is ("--mesh.tp" not in words)
+    assert ("exposed data" in named) is (bool(words) and "--mesh.tp" not in words)
     events = json.loads(chrome(spans))["traceEvents"]
     assert sum(e["ph"] == "X" for e in events) == len(spans)
     assert svg(spans).count("<title>") == len(spans)
