@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from megacpp.cli.speed import predicted
+from megacpp.cli.speed import predicted, work_of
 from megacpp.config.schema import Config, MeshConfig
 from megacpp.memory.fastest import fastest
 from megacpp.memory.planner import CRITERIA, Candidate, Plan, deciding
 from megacpp.speed.hardware import GpuSpec, Rates
 from megacpp.speed.ours import step_work
-from megacpp.speed.step import StepTime, least_seconds
+from megacpp.speed.step import StepTime, least_seconds, predict
 from megacpp.terminal.screen import wrapped
 
 Again = Callable[[Config, str, float], float]  # seconds with a figure of the GPU multiplied
@@ -22,7 +22,7 @@ SPEEDS = {
     "network_gbs": "the network",
     "nvlink_gbs": "NVLink",
     "hbm_gbs": "the memory",
-    "bf16_tflops": "products",
+    "products": "products",  # measured ones and attention too
 }
 
 
@@ -95,8 +95,12 @@ def at_other_speeds(asked: Asked, machine: GpuSpec) -> Again:
     """Return the prediction that `reasons` asks for."""
 
     def again(config: Config, figure: str, times: float) -> float:
-        other = replace(machine, **{figure: times * getattr(machine, figure)})
-        return predicted(config, asked.world, other, asked.per_node).step_s
+        other, rates = machine, Rates()
+        if figure == "products":
+            rates = Rates(products=times, attention=times)
+        else:
+            other = replace(machine, **{figure: times * getattr(machine, figure)})
+        return predict(work_of(config, asked.world, other, asked.per_node), other, rates).step_s
 
     return again
 
