@@ -15,7 +15,7 @@ from megacpp.memory.estimate import NO_TENSOR, MemoryEstimate, estimate
 from megacpp.memory.traffic import traffic
 from megacpp.speed.hardware import Rates, gpu
 from megacpp.speed.streams import COMPUTE
-from megacpp.speed.timeline import timeline
+from megacpp.speed.timeline import BEHIND, timeline
 from parallel.simulate.fake import fake_world
 
 HERE = Path(__file__).parent
@@ -95,11 +95,12 @@ def step_timeline() -> list[dict[str, Any]]:
             # Moments of a pass are named in the order of its spans.
             names = [name for name in moments if name.split()[0] in ("forward", "backward")]
             names = sorted(names, key=lambda name: name.startswith("backward"))
-            rows, left = [], iter([*names, "optimizer step"])
+            rows, left, size = [], iter([*names, "optimizer step"]), 0
             for span in spans:
-                moment = next(left) if span.stream == COMPUTE else ""
+                behind = span.name in BEHIND  # in the memory of the last pass
+                moment = next(left) if span.stream == COMPUTE and not behind else ""
                 assert span.name.split()[0] == (moment or span.name).split()[0], (span, moment)
-                size = moments[moment] if moment else 0
+                size = moments[moment] if moment else size * behind
                 start, end = (round(1e6 * at) for at in (span.start, span.start + span.seconds))
                 rows.append([span.stream, moment or span.name, start, end, size])
             assert next(left, None) is None

@@ -46,6 +46,10 @@ class StreamSpan(NamedTuple):
     seconds: float
 
 
+# Parts that come after the microbatches, and their streams.
+BEHIND = {"exposed data": LINK, "copied data": COMPUTE, "slowed by data": COMPUTE}
+
+
 def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[StreamSpan]:
     """Return the spans of a step: of the rank with most to do, in a pipeline.
 
@@ -54,7 +58,7 @@ def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[StreamSpan]:
     Collectives inside a block are part of its span.
     """
     passes, parts = passes_of(step, gpu, rates), predict(step, gpu, rates).parts
-    behind = {"exposed data": LINK, "copied data": COMPUTE, "slowed by data": COMPUTE}
+    behind = dict(BEHIND)
     if step.stages:
         times = stage_times(step, passes)
         send = collectives.seconds("send", step.stage_bytes, step.axes["pp"], gpu)
