@@ -46,8 +46,7 @@ ATTENTION = {"A100": "flash2", "H100": "flash2", "B200": "flash2"}  # torch's ow
 SPARSE = ("A.index", "A.share")  # blocks that attend to chosen keys
 SCAN_TIMES = 3.0  # a chunked scan's small products take as long as 3 times their FLOPs (assumed)
 TOKEN_US = 1.5  # a token's step in a recurrence whose state stays in registers (assumed)
-# Of an fp32 parameter: the norm reads its gradient, clipping reads and writes it, AdamW reads four
-# numbers and writes three.
+# Of an fp32 parameter: the norm reads a gradient, clipping both, AdamW reads four, writes three.
 ADAM_BYTES = 4.0 * (1 + 2 + 4 + 3)
 # Of an fp32 logit: its maximum and sum of exponentials read it, the gradient is written over it.
 LOGIT_BYTES = 4.0 * (1 + 1 + 2)
@@ -373,13 +372,14 @@ class _Maker:
         ) * (kind != "head" or not model.tie_embeddings)  # fmt: skip
         if kind in ("head", "top"):
             width = model.vocab_size // own.tp
-            logits = Passes(LOGIT_BYTES * own.tokens * width / 2)
+            moved = LOGIT_BYTES
+            if own.by("cross_entropy") == "triton":  # reads a row twice, whole ones from the cache
+                moved = own.compute * (2.0 + (own.tp > 1))
+            logits = Passes(moved * own.tokens * width / 2)
             one = Product(own.tokens, width, model.dim)
-            back = (
-                Product(own.tokens, model.dim, width, 1, "NN"),
-                Product(width, model.dim, own.tokens, 1, "NT"),
-            )
-            return BlockWork(kind, (one, logits), (*back, logits), dense=dense)
+            across = Product(own.tokens, model.dim, width, 1, "NN")
+            down = Product(width, model.dim, own.tokens, 1, "NT")
+            return BlockWork(kind, (one, logits), (across, down, logits), dense=dense)
         if kind == "mtp":
             one = self._equal(ahead_flops(model, own.row))
             replayed = ahead_again(self.config)

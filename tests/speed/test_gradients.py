@@ -1,4 +1,4 @@
-"""Gradients of microbatches that are added up, as part of a predicted step."""
+"""Gradients of microbatches that are added up, and of logits, as parts of a predicted step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megacpp.speed.hardware import Rates, gpu
-from megacpp.speed.operators import memory_seconds
+from megacpp.speed.operators import Passes, memory_seconds
 from megacpp.speed.ours import step_work
 from megacpp.speed.step import predict
 from megacpp.speed.travel import added_seconds
@@ -36,3 +36,19 @@ def test_microbatches_add_up_gradients(words: tuple[str, ...], size: int, bytes_
     if step.data != "fsdp" or step.stages:  # else gradients are copied as often as reduced
         assert parts["copied data"] - without.get("copied data", 0.0) == pytest.approx(wanted)
     assert parts.get("copied data", 0.0) >= wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "bytes_"),
+    [
+        ((), 2 * 2),  # bf16 logits are read, and the second time come from the cache; written
+        (("--mesh.tp", "2"), 3 * 2),  # words of two ranks: read again behind the exchange
+        (("--kernels.cross-entropy", "torch"), 4 * 4),  # fp32
+    ],
+)
+def test_a_head_goes_over_its_logits(words: tuple[str, ...], bytes_: int) -> None:
+    config = config_of("dense_110m", "--kernels.cross-entropy", "triton", *words, size=2)
+    (head,) = (block for block in step_work(config, 2, "H100").blocks if block.kind == "head")
+    moved = sum(op.bytes for op in (*head.forward, *head.backward) if isinstance(op, Passes))
+    tokens = config.train.device_batch_size * config.data.seq_len
+    assert moved == tokens * config.model.vocab_size / config.mesh.tp * bytes_
