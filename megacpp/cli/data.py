@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -151,7 +152,7 @@ def _prepared_lines(prepared: Prepared) -> list[str]:
         or "://" in source["description"]
     ):
         lines.append(
-            f"  train on it: train.py PRESET --data.path {prepared.path} "
+            f"  train on it: train.py PRESET --data.path {shlex.quote(str(prepared.path))} "
             f"--model.vocab-size {index['vocab_size']}"
         )
     return [*lines, *_warnings(index)]

@@ -215,7 +215,7 @@ def test_rng_is_the_same_in_both_runs() -> None:
 
 @pytest.mark.parametrize("mesh", [MeshConfig(dp_shard=2), MeshConfig(dp_shard=1, tp=2)], ids=str)
 def test_weights_that_are_not_trained_have_no_gradients_to_compare(mesh: MeshConfig) -> None:
-    """Of a sparse warm-up only the indexer is trained."""
+    """Audit a sparse warm-up, which trains the indexer alone."""
 
     def differs(rank: int, world: int) -> str:
         run = Run("sparse_gqa_warmup", mesh)

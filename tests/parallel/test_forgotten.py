@@ -1,4 +1,4 @@
-"""What layers share of a microbatch goes with it, without Python's garbage collector.
+"""Documents and their memos go with a microbatch, without Python's garbage collector.
 
 Parts of a row, which tensor parallelism makes, point back at the row. The collector knows nothing
 of a GPU's memory.

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megacpp.kernels.attention.softcap import BLOCK, block_starts
+from megacpp.kernels.sparse_attention import indexer
 from megacpp.kernels.sparse_attention.indexer import AT_ONCE, choose_keys, query_blocks
 from megacpp.kernels.sparse_attention.indexer_loss import Target, indexer_loss
 from megacpp.kernels.sparse_attention.reference import sparse_attention
@@ -18,7 +19,14 @@ from megacpp.model.documents import Documents
 from megacpp.speed.hardware import Rates, gpu
 from megacpp.speed.operators import Attend, Operator, Passes, Product, seconds
 from megacpp.speed.ours import step_work
-from megacpp.speed.sparse import QUERIES, TRACED, attention_work, indexer_work
+from megacpp.speed.sparse import (
+    INDEXED,
+    KEYS,
+    QUERIES,
+    TRACED,
+    attention_work,
+    indexer_work,
+)
 from megacpp.speed.step import predict
 from parallel.simulate.few_chunks import ends_of_blocks, ends_of_queries
 from tests.speed.test_ours import EveryOperator, config_of
@@ -111,7 +119,7 @@ def test_an_indexer_is_what_its_kernels_do(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_traces_run_as_many_blocks_as_are_left_out_of_the_count() -> None:
-    assert BLOCK == QUERIES
+    assert BLOCK == QUERIES and (indexer.QUERIES, indexer.KEYS) == (INDEXED, KEYS)
     assert (len(ends_of_blocks(1 << 15)), len(ends_of_queries(1 << 15))) == TRACED
     short = config_of("dense_110m", *SPARSE, "--data.seq-len", "256")
     work = attention_work(short.model, LocalShapes.on_rank(short, 1, 0))
