@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
 
-from checkpointing.compile import Compiler, compile_blocks
+from checkpointing.compile import FEWER_LAUNCHES, Compiler, compile_blocks
 from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
 from megacpp.config.schema import Config, PrecisionConfig
 from megacpp.kernels.backend import Kernels, set_kernels
@@ -122,3 +123,19 @@ def test_a_number_of_documents_is_no_reason_for_a_graph(
         y_BTD.sum().backward()
         assert num_graphs() == 2, "attention and feed-forward"
     assert len(lengths) > 3
+
+
+def test_only_graphs_of_a_gpu_combine_kernels() -> None:
+    """Inductor takes the settings by these names, and others compile as before."""
+    from torch._inductor import config
+
+    if not all(hasattr(config, name) for name in FEWER_LAUNCHES):
+        pytest.skip("a version of torch without these settings")
+    with FakeTensorMode():
+        on_gpu = torch.empty(2, device="cuda")
+    asked = Compiler("inductor", 1.0).options([on_gpu])
+    assert asked == {"config_patches": FEWER_LAUNCHES}
+    with config.patch(FEWER_LAUNCHES):
+        assert all(getattr(config, name) for name in FEWER_LAUNCHES)
+    assert Compiler("inductor", 1.0).options([torch.empty(2)]) == {}
+    assert Compiler("aot_eager", 1.0).options([on_gpu]) == {}
