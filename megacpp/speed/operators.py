@@ -41,7 +41,8 @@ class Product(NamedTuple):
         k: summed dim.
         count: products of that size in one launch (experts, heads).
         layout: TN forward, NN gradient of the input, NT gradient of the weight.
-        dtype: of the operands; an FP8 product also rounds them, an fp32 one runs without TF32.
+        dtype: of the operands; an fp32 product runs without TF32.
+        rounds: an FP8 product also rounds its operands.
         added: the output is added to an fp32 gradient.
         what: name of the part that it belongs to.
     """
@@ -52,6 +53,7 @@ class Product(NamedTuple):
     count: int = 1
     layout: Where = "TN"
     dtype: str = "bf16"
+    rounds: bool = True
     added: bool = False
     what: str = "products"
 
@@ -162,7 +164,9 @@ def product_seconds(op: Product, gpu: GpuSpec, rates: Rates) -> float:
     moved = itemsize * (op.m * op.k + op.n * op.k) + written * op.m * op.n
     moving = memory_seconds(moved * op.count, gpu, rates)
     time = max(arithmetic / rates.products, moving, LEAST_US * 1e-6)
-    if eight and op.layout != "NT":  # an operand read in bf16, written in FP8 and transposed
+    if (
+        eight and op.rounds and op.layout != "NT"
+    ):  # an operand read in bf16, written in FP8 and transposed
         time += memory_seconds(4.0 * op.m * op.k * op.count, gpu, rates)
     return time
 

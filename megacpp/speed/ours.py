@@ -13,7 +13,6 @@ by itself (`auto` is torch's form here), offload.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 from megacpp.blocks.experts.rows import expert_rows, pieces_of
 from megacpp.blocks.kinds import KINDS
-from megacpp.config.checks.fp8 import fp8_blocks
+from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.memory.budget import as_planned
 from megacpp.memory.forms.local_shapes import LocalShapes
@@ -35,7 +34,9 @@ from megacpp.model.pattern import layer_model
 from megacpp.model.regions import BLOCK, Region, layer_regions, regions_of
 from megacpp.model.stages import as_scheduled, microbatches_through, stage_parts
 from megacpp.speed.collectives import AxisSpread
+from megacpp.speed.fp8 import in_fp8
 from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork
+from megacpp.speed.optimizer import optimizer_step
 from megacpp.speed.pipeline import Actions
 from megacpp.speed.sent import axes, between, block_transfers
 from megacpp.speed.sparse import SparseWork, attention_work, indexer_work
@@ -46,8 +47,6 @@ ATTENTION = {"A100": "flash2", "H100": "flash2", "B200": "flash2"}  # torch's ow
 SPARSE = ("A.index", "A.share")  # blocks that attend to chosen keys
 SCAN_TIMES = 3.0  # a chunked scan's small products take as long as 3 times their FLOPs (assumed)
 TOKEN_US = 1.5  # a token's step in a recurrence whose state stays in registers (assumed)
-# Of an fp32 parameter: the norm reads a gradient, clipping both, AdamW reads four, writes three.
-ADAM_BYTES = 4.0 * (1 + 2 + 4 + 3)
 # Of an fp32 logit: its maximum and sum of exponentials read it, the gradient is written over it.
 LOGIT_BYTES = 4.0 * (1 + 1 + 2)
 
@@ -96,7 +95,7 @@ def _mesh_work(config: Config, size: int, per_node: int) -> MeshWork:
         tuple(layer for _, _, layer in stages),
         axes(config, size, per_node),
         gathers_again(own, place, kinds_of(config, size, 0)),
-        tuple(_optimizer(config, place, stored)),
+        tuple(optimizer_step(config, place, stored)),
         between(config, size),
         train_flops_per_token(model, own.row),
     )
@@ -128,15 +127,15 @@ def step_work(
     found = _mesh_work(replace(config, train=plain, recompute=kept), size, per_node)
     make = _maker(*_alone(config, size), generation, least).block
     pieces = layer_regions(config.recompute, config.model)
-    eight = frozenset(fp8_blocks(config))
+    eight = fp8_weights(config)
     blocks: list[BlockWork] = []
     stages: list[list[int]] = []
     for kinds, layer in zip(found.parts, found.layers, strict=True):
         stages.append([])
         for kind in kinds:
-            again, fp8 = frozenset(), False
+            again, fp8 = frozenset(), frozenset[str]()
             if kind[0] in KINDS:
-                again, fp8, layer = pieces[layer], layer in eight, layer + 1
+                again, fp8, layer = pieces[layer], eight.get(layer, fp8), layer + 1
             stages[-1].append(len(blocks))
             blocks.append(make(kind, again, fp8))
     tokens = own.rows * own.row * train.grad_accum * mesh.dp_replicate * mesh.dp_shard / size
@@ -217,17 +216,17 @@ class _Maker:
         self.config, self.generation, self.least = config, generation, least
         self.own, self.place = LocalShapes.on_rank(config, size, 0), Place.on_rank(config, size, 0)
         self.sent = block_transfers(config, self.own, size)
-        self.made: dict[tuple[str, frozenset[Region], bool], BlockWork] = {}
+        self.made: dict[tuple[str, frozenset[Region], frozenset[str]], BlockWork] = {}
 
-    def block(self, kind: str, pieces: frozenset[Region], fp8: bool) -> BlockWork:
-        """Return a block, whose products may be in FP8, an end of the model, or another part."""
+    def block(self, kind: str, pieces: frozenset[Region], fp8: frozenset[str]) -> BlockWork:
+        """Return a block with weights in FP8 by name, an end of the model, or another part."""
         if (kind, pieces, fp8) not in self.made:
             mixer = kind[0] in KINDS
             made = self._mixer(kind, pieces, fp8) if mixer else self._end(kind, pieces)
             self.made[kind, pieces, fp8] = made
         return self.made[kind, pieces, fp8]
 
-    def _products(self, w: Weight, fp8: bool) -> tuple[list[Operator], list[Operator]]:
+    def _products(self, w: Weight, fp8: frozenset[str]) -> tuple[list[Operator], list[Operator]]:
         """Return the products of a matrix, forward and backward."""
         shape, count, tokens = list(w.shape), 1, self.own.tokens
         if w.experts:
@@ -236,15 +235,15 @@ class _Maker:
         elif w.tp is not None:
             shape[w.tp] //= self.own.tp
         n, k = shape
-        dtype = "fp8" if fp8 and min(n, k) >= 128 else "bf16"
         pieces = pieces_of(self.own, tokens) if w.experts else 1
         rows = math.ceil(tokens / pieces)
-        return [Product(rows, n, k, count * pieces, "TN", dtype)], [
-            Product(rows, k, n, count * pieces, "NN", dtype),
-            Product(n, k, tokens, count, "NT", dtype),
-        ]
+        one = Product(rows, n, k, count * pieces)
+        back = one._replace(n=k, k=n, layout="NN"), Product(n, k, tokens, count, "NT")
+        if ("experts" if w.experts else w.name) in fp8:
+            return in_fp8([one], back, self.config, w.experts)
+        return [one], [*back]
 
-    def _mixer(self, kind: str, pieces: frozenset[Region], fp8: bool) -> BlockWork:
+    def _mixer(self, kind: str, pieces: frozenset[Region], fp8: frozenset[str]) -> BlockWork:
         own, model = self.own, self.config.model
         forward: list[Operator] = []
         backward: list[Operator] = []
@@ -265,12 +264,11 @@ class _Maker:
         mixed = max(0.0, block_flops(kind, model, own.row) - explained)
         ahead, back = self._between_tokens(kind, mixed)
         forward, backward = [*forward, *ahead], [*backward, *back]
-        moved, issued, replayed = self._moved(kind, pieces, fp8)
+        moved, issued, replayed = self._moved(kind, pieces)
         attended, indexed = self._sparse(kind)
-        more = attended.issued, indexed.issued
-        issued = issued[0] + more[0][0] + more[1][0], issued[1] + more[0][1] + more[1][1]
         forward += [*attended.forward, *indexed.forward]
         backward += [*attended.backward, *indexed.backward]
+        issued = issued[0] + _launches(forward), issued[1] + _launches(backward)
         again: list[Operator] = []
         if replayed is not None:
             again = [self._equal(replayed)] if replayed else []
@@ -297,14 +295,14 @@ class _Maker:
         )
 
     def _moved(
-        self, kind: str, pieces: frozenset[Region], fp8: bool
+        self, kind: str, pieces: frozenset[Region]
     ) -> tuple[tuple[Passes, Passes], tuple[int, int], float | None]:
         """Return memory-bound work of a block, operators that the host issues, and `replayed`.
 
         The last are FLOPs of a token through the whole block; None: the policy decides.
         """
         usual = regions_of(self.config.recompute, self.config.model, kind[0])
-        wide = not fp8 and self.config.precision.fp8 != "off"
+        wide = self.config.precision.fp8 != "off"
         part = TracedPart((kind.removesuffix(LEFT_ALONE),), last=pieces != usual, wide=wide)
         if not self.least:
             moved, issued, again = moved_by(request_of(self.own, part))
@@ -329,7 +327,7 @@ class _Maker:
 
     def _sparse(self, kind: str) -> tuple[SparseWork, SparseWork]:
         """Return attention to chosen keys, and the indexer, of a kind of block that has them."""
-        found = SparseWork((), (), (0, 0))
+        found = SparseWork((), ())
         chosen = kind.startswith(SPARSE) and self.config.model.attention.sparse.stage == "sparse"
         model = layer_model(self.config.model, kind)
         return (
@@ -388,33 +386,6 @@ class _Maker:
         return BlockWork(kind, (stream,), (stream,), dense=dense)
 
 
-def _optimizer(config: Config, place: Place, kinds: Sequence[str]) -> list[Operator]:
-    """Return the optimizer's step of a rank: AdamW's passes, Newton-Schulz of its matrices.
-
-    Matrices of one shape are iterated together; a rank that owns a part of one is as slow as one.
-    """
-    passes, matrices = 0.0, defaultdict[tuple[int, int], float](float)
-    pp = config.mesh.pp
-    for kind in kinds:
-        for w in weights(config.model, kind, config.recompute.compress):
-            if w.folded:
-                continue
-            passes += ADAM_BYTES * held(w, place).own / pp
-            if config.optim.name != "muon_adamw" or not w.muon:
-                continue
-            short, long = sorted(w.shape[-2:])
-            count = w.shape[0] if w.experts else 1
-            if w.heights:
-                short, count = min(w.heights), count * len(w.heights)
-                short, long = sorted((short, w.shape[-1]))
-            owners = place.expert_shards * place.ep if w.experts else place.shards * place.tp
-            matrices[short, long] += count / owners / pp
-    found: list[Operator] = [Passes(passes, 20)]
-    for (short, long), number in sorted(matrices.items()):
-        count = max(1, round(number))
-        found += [
-            Product(short, short, long, count),
-            Product(short, short, short, count),
-            Product(short, long, short, count),
-        ] * config.optim.muon_steps
-    return found
+def _launches(ops: Sequence[Operator]) -> int:
+    """Return the kernels of memory-bound work that no trace has."""
+    return sum(op.launches for op in ops if isinstance(op, Passes))

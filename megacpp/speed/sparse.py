@@ -31,11 +31,10 @@ KEYS = 1024  # of a tile
 
 
 class SparseWork(NamedTuple):
-    """Forward and backward of a mixer's attention, and operators that the host issues."""
+    """Forward and backward of a mixer's attention."""
 
     forward: tuple[Operator, ...]
     backward: tuple[Operator, ...]
-    issued: tuple[int, int]
 
 
 def attention_work(model: ModelConfig, own: LocalShapes) -> SparseWork:
@@ -62,7 +61,7 @@ def attention_work(model: ModelConfig, own: LocalShapes) -> SparseWork:
     moved[1] += GRADIENT_BYTES * dims * (query + value)
     issued = left * ISSUED[0], left * ISSUED[1]
     passes = [Passes(m, n) for m, n in zip(moved, issued, strict=True)] if left else []
-    return SparseWork((*forward, *passes[:1]), (*backward, *passes[1:]), issued)
+    return SparseWork((*forward, *passes[:1]), (*backward, *passes[1:]))
 
 
 def indexer_work(model: ModelConfig, own: LocalShapes) -> SparseWork:
@@ -86,7 +85,7 @@ def indexer_work(model: ModelConfig, own: LocalShapes) -> SparseWork:
     forward += [product(tokens * heads, width, n), product(n, width, tokens * heads)]
     forward += [product(tokens, n, query, count * attending)]  # probabilities, head by head
     if not left:
-        return SparseWork(tuple(forward), (), (0, 0))
+        return SparseWork(tuple(forward), ())
     moved = keys * (heads * SCORE_PASSES[1] + SUM_PASSES[1])
     if chooses:
         moved += keys * (heads * SCORE_PASSES[0] + SUM_PASSES[0] + attending)
@@ -96,7 +95,7 @@ def indexer_work(model: ModelConfig, own: LocalShapes) -> SparseWork:
     moved *= 4.0 * own.rows * own.here * left / blocks
     loss, head, tile = INDEXER_ISSUED
     issued = left * (loss + head * attending + chooses * round(tile * (keys / KEYS + 0.5)))
-    return SparseWork((*forward, Passes(moved, issued)), (), (issued, 0))
+    return SparseWork((*forward, Passes(moved, issued)), ())
 
 
 def _keys(own: LocalShapes) -> float:
