@@ -23,10 +23,13 @@ from torch.utils import _pytree as pytree
 
 from checkpointing.tracing.host_ledger import HostLedger
 from checkpointing.tracing.meter import Allocation, Meter, Run, _replaced, in_backward, local_part
-from checkpointing.tracing.operators import kind_of, tensors_in
-from megacpp.memory.block_trace import TIMED_APART, BlockTrace, Role
+from checkpointing.tracing.operators import ALLOCATORS, Kind, kind_of, tensors_in
+from megacpp.memory.block_trace import BlockTrace, PassWork, Role, kernel_bytes, timed_apart
+from megacpp.memory.repeats import repeats
 from megacpp.model.documents import Documents
 from megacpp.model.head import LossSum
+
+WRITERS = ("copy_", "fill_", "zero_")  # read nothing of what they write over
 
 
 class BlockMeter(Meter):
@@ -56,7 +59,9 @@ class BlockMeter(Meter):
         self._shared: set[int] = set()  # made for all layers of the batch
         self._start = 0  # the number that the backward starts from
         self._result: Allocation | None = None
-        self._ran = ([0, 0], [0, 0])  # operators and their bytes, forward and backward
+        self._ran = ([0.0, 0.0], [0.0, 0.0])  # operators and their bytes, forward and backward
+        self._times: dict[int, float] = {}  # of an allocation that stands for others
+        self._in_place = ([0.0, 0.0], [0.0, 0.0])  # as `_ran`, of kernels that work in place
 
     def __enter__(self) -> BlockMeter:
         super().__enter__()
@@ -69,14 +74,34 @@ class BlockMeter(Meter):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
         kind = kind_of(func)
+        changed = [*self._changed(kind, args, kwargs or {})]
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is not NotImplemented and not kind.view and not self._remembering:
-            ran = self._ran[in_backward()]
-            ran[0] += 1
-            if not any(word in kind.name for word in TIMED_APART):
-                ran[1] += sum(t.nbytes for t in tensors_in((args, kwargs, out)))
+            ran, times = self._ran[in_backward()], repeats()
+            ran[0] += times
+            if not timed_apart(kind.name):
+                ran[1] += times * sum(t.nbytes for t in tensors_in((args, kwargs, out)))
+            in_place = self._in_place[in_backward()]
+            in_place[0] += max((times for _, times in changed), default=0.0)
+            in_place[1] += sum(times * kernel_bytes(kind.name, t.nbytes) for t, times in changed)
         return out
+
+    def _changed(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[Tensor, float]]:
+        """Yield the tensors of tokens that an element-wise operator reads and writes in place.
+
+        With each is how often. The first that writes to empty memory counts as its allocation.
+        """
+        if timed_apart(kind.name) or kind.name in WRITERS:
+            return
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in kind.writes]
+        for t in tensors_in(written):
+            alloc = self._alive.get(id(t.untyped_storage()))
+            if alloc is not None and not alloc.weight:
+                empty = alloc.operator in ALLOCATORS
+                yield t, repeats() - empty * self._times.get(id(alloc), 1.0)
 
     def run(
         self,
@@ -143,19 +168,38 @@ class BlockMeter(Meter):
             places.append(len(events))
         forward, weights = places[self._events_of_forward], places[self._events_of_inputs]
         walks = [events[:forward], events[forward : weights or None], events[weights:]]
+        roles: list[Role] = [self._role(alloc) for alloc in allocations]
+        first, second = (
+            self._work(back, [(allocations[n - 1], roles[n - 1]) for n in walk if n > 0])
+            for back, walk in ((False, events[:forward]), (True, events[forward:]))
+        )
         return BlockTrace(
             tuple(alloc.bytes for alloc in allocations),
             tuple(
                 sys.intern(f"{x.path or (x.part and 'block')}: {x.operator}") for x in allocations
             ),
-            "".join(map(self._role, allocations)),
+            "".join(roles),
             tuple(event for walk in walks[: 3 if weights else 2] for event in _in_order(walk)),
             forward,
             {numbers[key]: places[at] for key, at in self._added.items() if key in numbers},
             tuple(dict(marks).items()),
             weights=weights,
-            ran=(tuple(self._ran[False]), tuple(self._ran[True])),  # type: ignore[arg-type]
+            work=(first, second),
         )
+
+    def _work(self, back: bool, made: list[tuple[Allocation, Role]]) -> PassWork:
+        """Return the work of the forward or the backward, which made these allocations."""
+        kernels, moved = self._in_place[back]
+        issued = kernels
+        for alloc, role in made:
+            if role == "b":
+                continue
+            times = self._times.get(id(alloc), 1.0)
+            issued += times
+            if role != "w" and not timed_apart(alloc.operator):
+                kernels += times
+                moved += times * kernel_bytes(alloc.operator, alloc.bytes)
+        return PassWork(*map(round, (*self._ran[back], issued, kernels, moved)))
 
     def _role(self, alloc: Allocation) -> Role:
         if id(alloc) in self._gradients:
@@ -178,6 +222,8 @@ class BlockMeter(Meter):
 
     def _on_alloc(self, *args: Any) -> None:
         super()._on_alloc(*args)
+        if repeats() != 1:
+            self._times[id(self.allocations[-1])] = repeats()
         if self._remembering:
             self._shared.add(id(self.allocations[-1]))
 

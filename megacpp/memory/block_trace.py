@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import islice
-from typing import Any, Literal
+from operator import mul
+from typing import Any, Literal, NamedTuple
 
 from megacpp.config.schema import Config, DataConfig
 from megacpp.memory.forms.peak_point import PeakPoint
@@ -35,6 +36,10 @@ DOCUMENT = 1024  # tokens of one, where only data could say
 # Parts of the names of operators that move no memory in passes: products, attention, collectives.
 TIMED_APART = ("mm", "expert_", "scaled_dot", "gather_into", "reduce_scatter", "all_reduce",
                "all_to_all", "linear_cross", "grouped")  # fmt: skip
+COPIES = ("_to_copy", "clone", "copy_", "cat", "index", "stack", "fill", "new_zeros")
+EMPTY = ("empty", "new_empty")
+READ_AND_WRITTEN, COPIED = 3.0, 2.0  # times the bytes of the result: two operands, or one
+FILLED = 2.5  # a fused kernel reads one operand of that size forward and two backward
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,41 @@ class BlockRequest:
         return replace(self, config=replace(self.config, train=train, data=data), counts=())
 
 
+class PassWork(NamedTuple):
+    """Operators of a forward or backward; an item of a loop counts for all that it stands for.
+
+    Attributes:
+        ran: those that are no views.
+        ran_bytes: read and written by them, without those of `TIMED_APART`.
+        issued: those that allocate, without what is made once for all layers.
+        kernels: of them, element-wise ones of tensors of tokens.
+        kernel_bytes: read and written by these as kernels of a GPU (`kernel_bytes`).
+    """
+
+    ran: int = 0
+    ran_bytes: int = 0
+    issued: int = 0
+    kernels: int = 0
+    kernel_bytes: int = 0
+
+
+def timed_apart(operator: str) -> bool:
+    """Return whether an operator is one of `TIMED_APART`."""
+    return any(word in operator for word in TIMED_APART)
+
+
+def kernel_bytes(operator: str, size: int) -> float:
+    """Return bytes that a GPU's kernel reads and writes for an element-wise result of a size.
+
+    Each result was written once, and operands of its size were read. So was empty memory, by a
+    Triton kernel or by an operator that is given its result. The trace of a compiled block has the
+    results that its kernels write.
+    """
+    if operator.startswith(EMPTY):
+        return FILLED * size
+    return (COPIED if operator.startswith(COPIES) else READ_AND_WRITTEN) * size
+
+
 @dataclass(frozen=True)
 class BlockTrace:
     """Allocations and frees of a block, or of parts that run one after the other.
@@ -114,8 +154,7 @@ class BlockTrace:
         replayed: FLOPs of products that the backward of a compiled block runs again; None: the
             recompute policy decides what runs again.
         weights: number of the first event of the walk for weights; 0: there is one walk.
-        ran: operators of the forward and of the backward that are no views, and bytes that they
-            read and write, without those of `TIMED_APART`.
+        work: of the forward and of the backward.
     """
 
     bytes: tuple[int, ...]
@@ -127,7 +166,7 @@ class BlockTrace:
     marks: tuple[tuple[int, int], ...] = ()
     replayed: int | None = None
     weights: int = 0
-    ran: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+    work: tuple[PassWork, PassWork] = (PassWork(), PassWork())
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `from_dict` reads, for JSON."""
@@ -141,12 +180,12 @@ class BlockTrace:
         added = {int(number): at for number, at in content["added"].items()}
         marks = tuple((event, place) for event, place in content["marks"])
         words = {name: content[name] for name in ("roles", "forward", "replayed", "weights")}
-        first, second = map(tuple, content["ran"])
-        return BlockTrace(**lists, **words, added=added, marks=marks, ran=(first, second))
+        first, second = (PassWork(*counts) for counts in content["work"])
+        return BlockTrace(**lists, **words, added=added, marks=marks, work=(first, second))
 
     def like(self, other: BlockTrace) -> bool:
         """Whether both have the same events, whatever their bytes."""
-        here, there = (replace(x, bytes=(), replayed=None, ran=()) for x in (self, other))
+        here, there = (replace(x, bytes=(), replayed=None, work=()) for x in (self, other))
         return here == there
 
 
@@ -168,13 +207,10 @@ def combined(traces: Sequence[BlockTrace], weights: Sequence[Fraction]) -> Block
         found = zip(weights, (trace.replayed or 0 for trace in traces), strict=True)
         again = int(sum((w * n for w, n in found), Fraction()))
     first, second = (
-        tuple(
-            int(sum(w * t.ran[back][n] for w, t in zip(weights, traces, strict=True)))
-            for n in (0, 1)
-        )
-        for back in (0, 1)
+        PassWork(*(int(sum(map(mul, weights, counts))) for counts in zip(*passes, strict=True)))
+        for passes in zip(*(trace.work for trace in traces), strict=True)
     )
-    return replace(traces[0], bytes=tuple(map(int, sizes)), replayed=again, ran=(first, second))
+    return replace(traces[0], bytes=tuple(map(int, sizes)), replayed=again, work=(first, second))
 
 
 def affine_weights(

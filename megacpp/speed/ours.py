@@ -39,7 +39,7 @@ from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWor
 from megacpp.speed.optimizer import optimizer_step
 from megacpp.speed.pipeline import Actions
 from megacpp.speed.sent import axes, between, block_transfers
-from megacpp.speed.sparse import SparseWork, attention_work, indexer_work
+from megacpp.speed.sparse import attention_products, indexer_products
 from megacpp.speed.step import BlockWork, StepWork, Transfer
 from megacpp.speed.traced import moved_by
 
@@ -262,12 +262,11 @@ class _Maker:
                 n, k = w.shape[-2:]
                 explained += 2.0 * n * k * share
         mixed = max(0.0, block_flops(kind, model, own.row) - explained)
-        ahead, back = self._between_tokens(kind, mixed)
-        forward, backward = [*forward, *ahead], [*backward, *back]
+        attended, back = self._between_tokens(kind, mixed)
+        forward, backward = [*forward, *attended], [*backward, *back]
+        if kind.startswith(SPARSE[0]):
+            forward += indexer_products(layer_model(model, kind), own)
         moved, issued, replayed = self._moved(kind, pieces)
-        attended, indexed = self._sparse(kind)
-        forward += [*attended.forward, *indexed.forward]
-        backward += [*attended.backward, *indexed.backward]
         issued = issued[0] + _launches(forward), issued[1] + _launches(backward)
         again: list[Operator] = []
         if replayed is not None:
@@ -275,13 +274,14 @@ class _Maker:
         elif pieces >= BLOCK:
             again = forward
         else:
-            rest = pieces - {"core_attn"} if attended.forward else pieces
+            apart = self._chooses(kind) and "core_attn" in pieces
+            rest = pieces - {"core_attn"} if apart else pieces
             per_token = 2.0 * sum(
                 KINDS[kind[0]].region_multiply_adds(p, layer_model(model, kind), own.row)
                 for p in rest
             )
             again = [self._equal(per_token)] if per_token else []
-            again += attended.forward if rest != pieces else ()
+            again += attended if apart else ()
         sent = self.sent.get(kind, ())
         return BlockWork(
             kind,
@@ -325,23 +325,19 @@ class _Maker:
         dim = self.config.model.dim
         return Product(self.own.tokens, max(1, round(per_token / (2 * dim * self.own.tp))), dim)
 
-    def _sparse(self, kind: str) -> tuple[SparseWork, SparseWork]:
-        """Return attention to chosen keys, and the indexer, of a kind of block that has them."""
-        found = SparseWork((), ())
-        chosen = kind.startswith(SPARSE) and self.config.model.attention.sparse.stage == "sparse"
-        model = layer_model(self.config.model, kind)
-        return (
-            attention_work(model, self.own) if chosen else found,
-            indexer_work(model, self.own) if kind.startswith(SPARSE[0]) else found,
-        )
+    def _chooses(self, kind: str) -> bool:
+        """Return whether a kind of block attends to chosen keys."""
+        return kind.startswith(SPARSE) and self.config.model.attention.sparse.stage == "sparse"
 
-    def _between_tokens(self, kind: str, mixed: float) -> tuple[list[Operator], list[Operator]]:
+    def _between_tokens(
+        self, kind: str, mixed: float
+    ) -> tuple[Sequence[Operator], Sequence[Operator]]:
         """Return attention, a scan or a recurrence; `mixed`: its FLOPs a token."""
         own, model = self.own, self.config.model
         if not mixed or kind[0] in "EF":
             return [], []
-        if kind.startswith(SPARSE) and model.attention.sparse.stage == "sparse":
-            return [], []  # see `_sparse`
+        if self._chooses(kind):
+            return attention_products(layer_model(model, kind), own)
         if kind[0] == "A":
             a = layer_model(model, kind).attention
             wide = 2 * a.head_dim if a.kind == "gqa" else (

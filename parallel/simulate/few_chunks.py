@@ -5,9 +5,9 @@ Each is named in `FEW` beside what it stands for; parallel/simulate/stand_ins.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
 from megacpp.kernels.m2rnn.chunks import ChunkPlan
 from megacpp.kernels.sparse_attention.indexer import head_groups, query_blocks
 from megacpp.kernels.sparse_attention.indexer_loss import each_head
+from megacpp.memory.repeats import standing_for
+
+T = TypeVar("T")
 
 
 class _Ends(list[slice]):
@@ -42,33 +45,61 @@ class FewChunks(ChunkPlan):
         return _Ends(super().spans())
 
 
+class _Few(list[T]):
+    """List of a loop's items that says in its iteration for how many items each one runs."""
+
+    def __init__(self, every: Sequence[T], kept: Sequence[int], times: Sequence[float]) -> None:
+        super().__init__(every[number] for number in kept)
+        self._times = times
+
+    def __iter__(self) -> Iterator[T]:
+        for item, times in zip(super().__iter__(), self._times, strict=True):
+            with standing_for(times):
+                yield item
+
+
+def _growing(every: Sequence[T], last: int) -> list[T]:
+    """Return the first and the `last` items of a loop whose work grows evenly."""
+    count = len(every)
+    if count <= last + 1:
+        return [*every]
+    # As many as all together, and of the same mean place.
+    each = count * (count - 1) / (2 * last * count - last * (last + 1))
+    times = [count - last * each, *[each] * last]
+    return _Few(every, [0, *range(count - last, count)], times)
+
+
+def _equal(every: Sequence[T]) -> list[T]:
+    """Return the first two of equal items, alive together, and the last, a part of one."""
+    count = len(every)
+    if count <= 3:
+        return [*every]
+    return _Few(every, [0, 1, count - 1], [(count - 1) / 2] * 2 + [1.0])
+
+
 def ends_of_queries(tokens: int) -> list[slice]:
     """Stand-in for `query_blocks`: the first block, and the last, which is the fullest."""
-    blocks = query_blocks(tokens)
-    return [*blocks[:-1][:1], blocks[-1]]
+    return _growing(query_blocks(tokens), 1)
 
 
 def ends_of_blocks(tokens: int) -> list[int]:
     """Stand-in for `block_starts`: the first block, and the last two, which see most keys."""
-    starts = block_starts(tokens)
-    return [*starts[:-2][:1], *starts[-2:]]
+    return _growing(block_starts(tokens), 2)
 
 
 def few_groups(q_BTJX: Tensor, k_BSX: Tensor) -> list[slice]:
-    """Stand-in for `head_groups`: the first two, which are alive together, and the last."""
-    groups = head_groups(q_BTJX, k_BSX)
-    return [*groups[:2], *groups[2:][-1:]]
+    """Stand-in for `head_groups`."""
+    return _equal(head_groups(q_BTJX, k_BSX))
 
 
 def few_parts(x_SnD: Tensor) -> list[slice]:
-    """Stand-in for `token_parts`: the first two, which are alive together, and the last."""
-    parts = token_parts(x_SnD)
-    return [*parts[:2], *parts[2:][-1:]]
+    """Stand-in for `token_parts`."""
+    return _equal(token_parts(x_SnD))
 
 
 def few_heads(heads: int) -> list[int]:
     """Stand-in for `each_head`: the first and the last."""
-    return [*range(heads)[:1], *range(1, heads)[-1:]]
+    return _growing(range(heads), 1)
 
 
 def ends_of_tokens(tokens: int, rows: int) -> list[slice]:

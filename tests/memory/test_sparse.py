@@ -7,12 +7,17 @@ from dataclasses import replace
 import pytest
 
 from megacpp.blocks.attention.config import SparseAttentionConfig
+from megacpp.cli.block_trace import trace_blocks
 from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import KEEP, CheckpointingPolicy, Config, MeshConfig
 from megacpp.kernels.hyper_connections import reference
+from megacpp.kernels.sparse_attention.indexer import AT_ONCE
+from megacpp.memory.budget import as_run
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import rank_bytes
+from megacpp.memory.forms.traced import TracedPart, request_of
 from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.memory.traffic import traffic
 from megacpp.model.sizes import layer_parameters
@@ -120,6 +125,22 @@ def test_ends_of_loops_tell_of_all(attention: str, monkeypatch: pytest.MonkeyPat
         seen.append({place: (one.bytes, one.gradients) for place, one in found.items()})
     assert seen[0] == seen[1]
     assert events[0] < 0.75 * events[1], "loops were cut"
+
+
+def test_a_gpu_has_several_heads_of_an_indexer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 16 products of a tile of 256 queries and 1,024 keys, against one after the other."""
+    words = f"dense_110m --model.pattern AA --model.depth 2 {KEY}.layers all {KEY}.num_heads 16"
+    flags = "--data.seq_len 8192 --train.device_batch_size 1"
+    config = as_run(parse_run(f"{words} {flags}".split(), 1).config, "cuda", narrow=True)
+    request = request_of(LocalShapes.on_rank(config, 1, 0), TracedPart(("A.index",)))
+    sizes: list[set[int]] = []
+    for at_once in (AT_ONCE["cuda"], 0):
+        monkeypatch.setitem(AT_ONCE, "cuda", at_once)
+        (trace,) = trace_blocks([request])
+        made = zip(trace.names, trace.bytes, strict=True)
+        sizes.append({size for name, size in made if name == "mixer.inner: bmm"})
+    head = 256 * 1024 * 4
+    assert 16 * head in sizes[0] and 16 * head not in sizes[1]
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])

@@ -15,7 +15,7 @@ from megacpp.cli.plan_order import Asked, by_speed
 from megacpp.cli.speed import predicted
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
-from megacpp.memory.block_trace import BlockTrace
+from megacpp.memory.block_trace import kernel_bytes, timed_apart
 from megacpp.memory.budget import as_run
 from megacpp.memory.plan_space import mesh_is_legal, meshes, policies, row_choices, with_knobs
 from megacpp.memory.traffic import traffic
@@ -27,7 +27,6 @@ from megacpp.speed.hardware import Rates, gpu
 from megacpp.speed.operators import Attend, Passes, Product
 from megacpp.speed.ours import step_work
 from megacpp.speed.step import least_seconds, passes_of, predict, unit_times
-from megacpp.speed.traced import launches, memory_bound
 from parallel.pipeline import SCHEDULES
 
 
@@ -139,20 +138,10 @@ def test_tensor_parallelism_halves_products_and_attention() -> None:
     assert flops[1] == pytest.approx([part / 2 for part in flops[0]])
 
 
-TRACE = BlockTrace(
-    bytes=(10, 20, 40, 80, 160),
-    names=("m: mul", "m: mm", "m: clone", "m: add", "m: silu"),
-    roles="ttttw",
-    events=(1, 2, 3, -3, 4, 5, -1, -2),
-    forward=6,
-    added={},
-)
-
-
 def test_memory_bound_work_reads_operands_and_writes_results() -> None:
-    forward, backward = memory_bound(TRACE)
-    assert forward.bytes == 3 * 10 + 2 * 40 + 3 * 80 and forward.launches == 3
-    assert backward.bytes == 0 and launches(TRACE) == (5, 0)
+    assert kernel_bytes("mul", 10) == 30 and kernel_bytes("clone", 10) == 20
+    assert kernel_bytes("new_empty", 10) == 25
+    assert timed_apart("addmm") and not timed_apart("silu")
 
 
 def test_operators_of_a_cpu_are_those_that_run() -> None:

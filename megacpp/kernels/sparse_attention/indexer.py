@@ -74,7 +74,8 @@ def heads_at_once(heads: int, numbers: int, width: int, device: str) -> int:
 def head_groups(q_BTJX: Tensor, k_BSX: Tensor) -> list[slice]:
     """Return the heads that are computed together; `k_BSX` has the dtype of the products."""
     heads, numbers = q_BTJX.shape[2], q_BTJX.shape[0] * q_BTJX.shape[1] * k_BSX.shape[1]
-    step = heads_at_once(heads, max(1, numbers), k_BSX.element_size(), q_BTJX.device.type)
+    device = "cuda" if q_BTJX.is_cuda else "cpu"
+    step = heads_at_once(heads, max(1, numbers), k_BSX.element_size(), device)
     return [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
 
 
