@@ -20,6 +20,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from megacpp.cli.main import main
 from megacpp.lessons.launch import forked
 
 FENCE = re.compile(r"^```(python|output|console)\n(.*?)^```\n", re.S | re.M)
+ANY_FENCE = re.compile(r"^```.*?^```\n", re.S | re.M)
 COMMAND = re.compile(r"\$ (?:.*\\\n)*.*\n")
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("--data.path", "--run.dir", "--checkpoint.init")  # a forked run starts in the checkout
@@ -42,7 +44,7 @@ def run_chapter(path: Path, update: bool = False, before: Callable[[], None] = l
 
     Args:
         path: the chapter.
-        update: rewrite what differs.
+        update: rewrite what differs, and warn of prose that repeats what isn't printed any more.
         before: writes files to the working folder that the chapter expects there.
 
     Returns:
@@ -71,8 +73,40 @@ def run_chapter(path: Path, update: bool = False, before: Callable[[], None] = l
     if printed:
         raise DriftError(f"{path.name}: the last block printed, but shows nothing")
     if update:
-        path.write_text("".join([*pieces, text[done:]]))
+        after = "".join([*pieces, text[done:]])
+        path.write_text(after)
+        for line in left_in_prose(text, after, path.parent):
+            warnings.warn(line, stacklevel=1)
     return compared
+
+
+def left_in_prose(before: str, after: str, folder: Path) -> list[str]:
+    """Return lines of prose with numbers of a chapter's blocks that are no longer printed.
+
+    Args:
+        before: the chapter as it was.
+        after: the chapter as it is.
+        folder: of all pages, which may repeat such a number.
+    """
+    old, new = (
+        {n for m in FENCE.finditer(text) for n in figures(m[2])} for text in (before, after)
+    )
+    gone = {n for n in old - new if len(re.sub(r"\D", "", n)) > 1}
+    found = []
+    for page in sorted(folder.glob("*.md")):
+        prose = ANY_FENCE.sub(lambda m: "\n" * m[0].count("\n"), page.read_text())
+        for number, line in enumerate(prose.splitlines(), 1):
+            if stale := sorted(figures(line) & gone):
+                found.append(
+                    f"{page.name}:{number}: is {', '.join(stale)} still so? {line.strip()}"
+                )
+    return found
+
+
+def figures(text: str) -> set[str]:
+    """Return the numbers in a text, and those of three digits and more rounded to whole ones."""
+    found = set(re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w/])", text))
+    return found | {f"{float(n.replace(',', '')):.0f}" for n in found if re.match(r"\d\d+\.", n)}
 
 
 @contextlib.contextmanager
