@@ -72,7 +72,7 @@ def seconds(kind: str, count: float, group: AxisSpread, gpu: GpuSpec) -> float:
     outer = gpu.network_gbs * gpu.network_reached * 1e9
     n, nodes = group.size, group.nodes
     if kind == "send":
-        near = group.inside > 1
+        near = group.nodes == 1  # else the slowest of its hops leaves a node
         wait = gpu.node_latency_us if near else gpu.network_latency_us
         return count / (inner if near else outer) + (START_US + wait) * 1e-6
     if kind == "all_to_all":

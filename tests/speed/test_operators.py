@@ -163,6 +163,14 @@ def test_all_cards_of_a_node_carry_a_ring_between_nodes() -> None:
     assert narrow == pytest.approx(15e9 / 10e9, rel=1e-3)
 
 
+def test_a_chain_over_nodes_waits_for_the_hop_that_leaves_one() -> None:
+    inside, across, mixed = (
+        collectives.seconds("send", 1e9, group, PLAIN)
+        for group in (AxisSpread(4, 4), AxisSpread(4, 1), AxisSpread(4, 2))
+    )
+    assert inside < across == mixed
+
+
 def test_an_all_to_all_has_one_card_a_rank() -> None:
     time = collectives.seconds("all_to_all", 16e9, AxisSpread(16, 8), PLAIN)
     assert time == pytest.approx(8e9 / 10e9 + (15 + 24) * 1e-6)
