@@ -5,6 +5,7 @@ Legend: B rows, T tokens, D model, E experts, K columns of the choices.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -134,6 +135,16 @@ def test_sizes_of_the_pool() -> None:
     assert (slots(KINDS["whole_pool"]), columns(KINDS["whole_pool"])) == (30, 8)
     off = replace(big, null_rho=1.0)
     assert (null_copies(off), slots(off), columns(off)) == (0, 6, 6)
+
+
+def test_sizes_of_the_pool_are_those_of_the_decimal_rho() -> None:
+    """Floats are a last place off: 8 * 0.2 / 0.8 is below 2, and 21 / 0.7 above 30."""
+    for percent, num_experts, top_k in itertools.product(range(1, 100), (2, 8, 64), (1, 2, 21)):
+        top_k = min(top_k, num_experts)
+        moe = replace(MOE, num_experts=num_experts, top_k=top_k, null_rho=percent / 100)
+        copies = max(1, num_experts * (100 - percent) // percent)
+        assert null_copies(moe) == copies
+        assert slots(moe) == min(-(-100 * top_k // percent), num_experts + copies)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,11 +15,15 @@ from statistics import NormalDist
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.config.schema import ModelConfig
 
+DECIMALS = 6  # of quotients by rho: of 8 experts 8 (1 - 0.8) / 0.8 is 1.9999999999999996 in floats
+
 
 def null_copies(moe: MoEConfig) -> int:
-    """Null experts in the pool: they are 1 - rho of it."""
+    """Null experts in the pool: they are 1 - rho of it, rounded down."""
     rho = moe.null_rho
-    return 0 if rho >= 1 else max(1, int(moe.num_experts * (1 - rho) / rho))
+    if rho >= 1:
+        return 0
+    return max(1, int(round(moe.num_experts * (1 - rho) / rho, DECIMALS)))
 
 
 def open_experts(moe: MoEConfig) -> int:
@@ -29,7 +33,8 @@ def open_experts(moe: MoEConfig) -> int:
 
 def slots(moe: MoEConfig) -> int:
     """Choices of a token, null ones included: top_k / rho, or the whole pool."""
-    return min(math.ceil(moe.top_k / moe.null_rho), open_experts(moe) + null_copies(moe))
+    choices = math.ceil(round(moe.top_k / moe.null_rho, DECIMALS))
+    return min(choices, open_experts(moe) + null_copies(moe))
 
 
 def columns(moe: MoEConfig) -> int:
