@@ -38,6 +38,23 @@ def test_fast_attention_is_the_definition(
         close(got, want)
 
 
+@pytest.mark.parametrize("docs", [packed(), Documents.rows(2, 23)], ids=["packed", "whole"])
+@pytest.mark.parametrize("dims", [(6, 6), (8, 5), (4, 7)], ids=str)
+def test_heads_whose_numbers_are_no_neighbours_in_memory(
+    dims: tuple[int, int], docs: Documents
+) -> None:
+    dim, value_dim = dims
+    shapes = ((4, dim), (2, dim), (2, value_dim))
+    qkv = [noise(2, 23, *s[::-1], seed=i).mT.requires_grad_() for i, s in enumerate(shapes)]
+    d_o = noise(2, 23, value_dim, 4, seed=9).mT
+    results = []
+    for form in (attention_reference, kernel.causal_attention):
+        o = form(*qkv, docs, 0.7)
+        results.append((o, *torch.autograd.grad(o, qkv, d_o)))
+    for want, got in zip(*results, strict=True):
+        close(got, want)
+
+
 @pytest.mark.parametrize("window", [0, 1, 200])
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["plain", "softcap"])
 def test_fast_attention_is_the_definition_beyond_one_kernel_block(

@@ -95,4 +95,6 @@ def _padded_heads_first(*tensors: Tensor) -> list[Tensor]:
     widest = max(x.shape[-1] for x in tensors)
     missing = [widest - x.shape[-1] for x in tensors]
     wide = [F.pad(x, (0, n)) if n else x for x, n in zip(tensors, missing, strict=True)]
+    # The kernel takes the numbers of a head to be neighbours in memory, and doesn't check.
+    wide = [x if x.stride(-1) == 1 else x.contiguous() for x in wide]
     return [x.transpose(1, 2) for x in wide]
