@@ -55,6 +55,15 @@ def test_heads_whose_numbers_are_no_neighbours_in_memory(
         close(got, want)
 
 
+@pytest.mark.parametrize("dims", [(6, 6), (8, 5), (4, 7)], ids=str)
+def test_a_bool_mask_is_an_additive_one(dims: tuple[int, int]) -> None:
+    shapes = ((4, dims[0]), (2, dims[0]), (2, dims[1]))
+    q, k, v = (noise(2, 23, *s, seed=i) for i, s in enumerate(shapes))
+    seen = kernel.document_mask(packed(), packed())
+    unseen = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf"))
+    close(kernel.attend(q, k, v, 0.7, None, seen), kernel.attend(q, k, v, 0.7, None, unseen))
+
+
 @pytest.mark.parametrize("window", [0, 1, 200])
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["plain", "softcap"])
 def test_fast_attention_is_the_definition_beyond_one_kernel_block(

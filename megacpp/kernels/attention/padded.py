@@ -30,7 +30,7 @@ def padded_attention(
         q_BTNH: queries.
         k_BSKH: keys.
         v_BSKV: values.
-        mask: `[B, 1, T, S]`, additive or bool; None: none.
+        mask: additive `[B, 1, T, S]`, in the dtype of the queries; None: none.
         scale: factor of q . k.
         causal: nothing looks at a later key.
     """
