@@ -88,14 +88,18 @@ def low_bit_update(
 
 @torch.no_grad()
 def plain(entry: Tensor) -> Tensor:
-    """Return an entry of state for a checkpoint: unpacked to fp32 on the host if it is packed.
+    """Return an entry of state for a checkpoint: unpacked on the host if it is packed.
 
-    All entries of a model are unpacked before the first is saved; the device may lack the memory.
+    It has the dtype of wide moments, which a shard of another size may have. All entries of a model
+    are unpacked before the first is saved; the device may lack the memory.
 
     Args:
         entry: any shape.
     """
-    return like(entry, _values(local_part(entry)).cpu()) if is_packed(entry) else entry
+    if not is_packed(entry):
+        return entry
+    local = local_part(entry)
+    return like(entry, _values(local).cpu().to(local.dtype))
 
 
 @torch.no_grad()

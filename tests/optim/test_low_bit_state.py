@@ -65,8 +65,8 @@ class Net(nn.Module):
         return self.odd(self.hidden(self.even(x).tanh()))
 
 
-def made(kind: Any, ranks: int = 1) -> tuple[Net, MuonAdamW]:
-    net = Net()
+def made(kind: Any, ranks: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Net, MuonAdamW]:
+    net = Net().to(dtype)
     if ranks > 1:
         fully_shard(net, mesh=init_device_mesh("cpu", (ranks,)))
     named = dict(net.named_parameters())
@@ -78,7 +78,7 @@ def made(kind: Any, ranks: int = 1) -> tuple[Net, MuonAdamW]:
 def train(net: Net, optimizer: MuonAdamW, steps: range) -> None:
     for step in steps:
         x = torch.randn(4, 128, generator=torch.Generator().manual_seed(step))
-        net(x).square().sum().backward()
+        net(x.to(net.odd.weight.dtype)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -135,10 +135,16 @@ def test_only_packed_entries_are_copies() -> None:
 
 
 def visit(
-    rank: int, world: int, kind: Any, folder: Path, source: Path | None, steps: range
+    rank: int,
+    world: int,
+    kind: Any,
+    folder: Path,
+    source: Path | None,
+    steps: range,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Path, dict[str, Tensor]]:
     """Loads or starts, trains, saves; the checkpoint and all whole tensors."""
-    net, optimizer = made(kind, world)
+    net, optimizer = made(kind, world, dtype)
     state = TrainingState(folder, net, optimizer, resolve(Config(), 1), "corpus")
     if source is not None:
         train(net, optimizer, range(90, 91))  # other values, to be overwritten
@@ -187,29 +193,31 @@ def rounded(before: Tensor, after: Tensor) -> bool:
     return bool(((after - before).abs() <= 0.008 * largest).all())
 
 
-def test_other_ranks_pack_what_their_blocks_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_other_ranks_pack_what_their_blocks_are(dtype: torch.dtype, tmp_path: Path) -> None:
     """Blocks that both have are the same to the bit; what was wide and is packed now is rounded."""
-    one, saved = moved(1, "8bit", tmp_path / "a", None, range(3))
-    two, found = moved(2, "8bit", tmp_path / "b", one, range(0))
+    one, saved = moved(1, "8bit", tmp_path / "a", None, range(3), dtype)
+    two, found = moved(2, "8bit", tmp_path / "b", one, range(0), dtype)
     odd = ["odd.weight.exp_avg", "odd.weight.exp_avg_sq"]
     assert differing(found, saved) == odd
     for name in odd:
         assert torch.equal(found[name][:65], saved[name][:65])
         assert rounded(saved[name][65:], found[name][65:])
-    _, back = moved(1, "8bit", tmp_path / "c", two, range(0))
+    _, back = moved(1, "8bit", tmp_path / "c", two, range(0), dtype)
     assert not differing(back, found)
 
 
-def test_a_run_may_change_how_it_keeps_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_run_may_change_how_it_keeps_them(dtype: torch.dtype, tmp_path: Path) -> None:
     """From fp32 to 8 bits, which rounds, and back, which doesn't; the header of a run says so."""
-    wide, saved = moved(1, "fp32", tmp_path / "a", None, range(3))
-    packed, found = moved(1, "8bit", tmp_path / "b", wide, range(0))
+    wide, saved = moved(1, "fp32", tmp_path / "a", None, range(3), dtype)
+    packed, found = moved(1, "8bit", tmp_path / "b", wide, range(0), dtype)
     names = ["even.weight.exp_avg", "even.weight.exp_avg_sq"]
     assert differing(found, saved) == names
     assert all(rounded(saved[name], found[name]) for name in names)
-    _, back = moved(1, "fp32", tmp_path / "c", packed, range(0))
+    _, back = moved(1, "fp32", tmp_path / "c", packed, range(0), dtype)
     assert not differing(back, found)
-    assert local_part(back["even.weight.exp_avg"]).dtype == torch.float32
+    assert local_part(back["even.weight.exp_avg"]).dtype == dtype
 
 
 def test_importing_torchao_leaves_logs_and_warnings_alone() -> None:
