@@ -108,6 +108,8 @@ def test_capacity_is_the_rule() -> None:
         expert_capacity(2**20, MoEConfig(num_experts=64, top_k=6, capacity_factor=1.25)) == 122880
     )
     assert expert_capacity(10, replace(MOE, capacity_factor=1.0)) == 4  # 10 * 2 / 6 = 3.33
+    even = MoEConfig(num_experts=8, top_k=4, capacity_factor=1.1)
+    assert expert_capacity(100, even) == 55  # in floats 50 * 1.1 is above 55
 
 
 def test_small_capacity_drops_the_latest() -> None:

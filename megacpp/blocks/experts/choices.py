@@ -15,7 +15,8 @@ from statistics import NormalDist
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.config.schema import ModelConfig
 
-DECIMALS = 6  # of quotients by rho: of 8 experts 8 (1 - 0.8) / 0.8 is 1.9999999999999996 in floats
+# Of numbers that are cut off to whole ones: 8 (1 - 0.8) / 0.8 is 1.9999999999999996 in floats.
+DECIMALS = 6
 
 
 def null_copies(moe: MoEConfig) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.blocks.dense.module import MLP
-from megacpp.blocks.experts.choices import null_copies
+from megacpp.blocks.experts.choices import DECIMALS, null_copies
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import ModelConfig
@@ -232,4 +232,5 @@ def expert_capacity(tokens: int, moe: MoEConfig) -> int:
     Of null experts there are none: top_k is how many real ones a token chooses on average.
     """
     assert moe.capacity_factor is not None
-    return math.ceil(tokens * moe.top_k / moe.num_experts * moe.capacity_factor)
+    share = tokens * moe.top_k / moe.num_experts
+    return math.ceil(round(share * moe.capacity_factor, DECIMALS))
