@@ -54,6 +54,7 @@ ACCUMULATES = (
 )
 
 
+
 @pytest.mark.parametrize("name", [*CASES])
 def test_moments_are_those_of_a_trace(name: str) -> None:
     pattern, flags, size = CASES[name]
@@ -93,6 +94,7 @@ def launch(flags: str, size: int = 1) -> Config:
         (1, "nam56r_quarter --model.depth 4 --model.pattern RERE --optim.qk_clip 0"),
         (8, "moe_small --model.depth 4 --mesh.ep 4 --recompute.eblock none"),
         (1, f"moe_small --model.pattern AE --model.depth 2 {ACCUMULATES}"),
+        (2, "tiny --model.depth 4 --model.vocab_size 32003 --precision.dtype fp16"),
     ],
 )
 def test_an_estimate_is_what_a_launch_would_hold(size: int, flags: str) -> None:

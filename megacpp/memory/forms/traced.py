@@ -219,13 +219,14 @@ def _config(
     mesh = {**mesh, "tp": own.tp}
     experts = mesh.get("ep", 1)
     mesh["dp_shard"] = experts // gcd(experts, own.tp * mesh["cp"])
+    dtype = "fp16" if own.config.precision.dtype == "fp16" else DTYPES[own.compute]
     device, compile = "cuda" if own.on_gpu else "cpu", own.config.train.compile
     return Config(
         model=model,
         mesh=MeshConfig(**mesh),
         data=DataConfig(seq_len=own.row),
         train=TrainConfig(device_batch_size=own.rows, device=device, compile=compile),
-        precision=PrecisionConfig(dtype=DTYPES[own.compute]),  # type: ignore[arg-type]
+        precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
         recompute=CheckpointingPolicy(**policy),
         kernels=KernelsConfig(**{name: own.by(name) for name in sorted(kernels)}),  # type: ignore[arg-type]
     )
