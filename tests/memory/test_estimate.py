@@ -52,6 +52,7 @@ CASES: dict[str, Any] = {  # ranks, flags, and the rank if it isn't the first
         [*HYBRID, *"--mesh.cp 2 --train.gradient-sync resident --optim.name adamw".split()],
     ),
     "tokens around": (1, [*DENSE, *AROUND]),
+    "norms of results": (1, [*HYBRID, "--model.post-norm"]),
     "tokens around, tp, each": (
         4,
         [*DENSE, *AROUND, *"--train.gradient-sync each --mesh.tp 2 --mesh.reshard always".split()],

@@ -142,7 +142,8 @@ def _layers_request(own: LocalShapes, part: TracedPart) -> BlockRequest:
     ]
     chain = (*blocks[0].before(part.chain[0]), *part.chain, "F")
     whole, memory = with_kinds(config.model, chain), any("+engram" in kind for kind in part.chain)
-    sections = {need.model for need in needs} | {"mhc"} | ({"engram"} if memory else set())
+    sections = {need.model for need in needs} | {"mhc", "post_norm"}
+    sections |= {"engram"} if memory else set()
     model = ModelConfig(
         dim=whole.dim,
         vocab_size=256,
@@ -190,7 +191,7 @@ def _outer_request(own: LocalShapes, chain: tuple[str, ...]) -> BlockRequest:
     """
     config, ahead = own.config, "mtp" in chain
     sections = {"mhc", *({"ngram"} if "embed" in chain else {"top", "mtp", "tie_embeddings"})}
-    sections |= {"attention", "mlp"} if ahead else set()
+    sections |= {"attention", "mlp", "post_norm"} if ahead else set()
     sections |= {"logit_softcap", "z_loss"} if "head" in chain else set()
     attention = replace(config.model.attention, sparse=NO_SPARSE, full_layers="")
     given = replace(config.model, attention=attention)
