@@ -53,6 +53,7 @@ CASES: dict[str, Any] = {  # ranks, flags, and the rank if it isn't the first
     ),
     "tokens around": (1, [*DENSE, *AROUND]),
     "norms of results": (1, [*HYBRID, "--model.post-norm"]),
+    "each, one process": (1, [*HYBRID, "--train.gradient-sync", "each"]),
     "tokens around, tp, each": (
         4,
         [*DENSE, *AROUND, *"--train.gradient-sync each --mesh.tp 2 --mesh.reshard always".split()],

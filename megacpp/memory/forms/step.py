@@ -125,6 +125,7 @@ def microbatches(step: StepSimulation, layers: list[Layer], root: Unit, config: 
         config: resolved.
     """
     total, sync = max(1, config.train.grad_accum), config.train.gradient_sync
+    sync = sync if step.policy.sharded else "defer"
     if step.policy.sharded:
         step.gathered += root.gathered * step.policy.store
     if total > 1:
