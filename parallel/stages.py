@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from megacpp.blocks.engram.module import look_ahead
 from megacpp.data.batches import Batch
 from megacpp.model.documents import Documents
-from megacpp.model.hybrid import HybridLM, begin, finish, has_embedding_copy
+from megacpp.model.hybrid import HybridLM, begin, collapsed, finish, has_embedding_copy
 from megacpp.model.pattern import ENTRANCE, EXIT
 from megacpp.model.stages import StagePart
 from parallel.handoff import ChoiceHandoff
@@ -106,6 +106,7 @@ class Stage(nn.Module):
             assert self.hands_on in (None, (x.shape, x.dtype)), (self.hands_on, x.shape, x.dtype)
             self._hand(choice, docs)
             return x
+        x = collapsed(self, x)  # nothing else holds the streams, which are freed
         out = finish(self, x, batch.labels_BT, docs)
         self.sums.append(microbatch_sums(out, batch))
         if self.lender is not None and out.loss_sum.requires_grad:

@@ -35,7 +35,7 @@ from megacpp.kernels.backend import set_kernels
 from megacpp.memory.block_trace import BlockRequest, BlockTrace
 from megacpp.memory.forms.units import UPCASTS
 from megacpp.model.head import LossSum
-from megacpp.model.hybrid import HybridLM, begin, finish
+from megacpp.model.hybrid import HybridLM, begin, collapsed, finish
 from megacpp.model.pattern import ENTRANCE
 from megacpp.model.precision import compute_dtype
 from megacpp.model.regions import NOTHING
@@ -215,7 +215,11 @@ def _parts(
     if request.kinds[0] == ENTRANCE[0]:
         return [*request.kinds], lambda _: begin(model, batch.ids_BT, docs)
     if not request.pieces:
-        return [*request.kinds], lambda x_BTD: finish(model, x_BTD, batch.labels_BT, docs)
+
+        def ends(x_BTD: Tensor) -> LossSum:
+            return finish(model, collapsed(model, x_BTD), batch.labels_BT, docs)
+
+        return [*request.kinds], ends
     look_ahead(model.blocks.values(), docs)
     first = _first(request)
     with torch.no_grad(), autocast:

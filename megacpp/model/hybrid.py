@@ -77,6 +77,7 @@ class HybridLM(nn.Module):
         x_BTD = begin(self, ids_BT, docs)
         for block in self.blocks.values():
             x_BTD = block(x_BTD, docs)
+        x_BTD = collapsed(self, x_BTD)  # nothing else holds the streams, which are freed
         return finish(self, x_BTD, labels_BT, docs)
 
     def hidden(self, ids_BT: Tensor, docs: Documents | None = None) -> Tensor:
@@ -233,11 +234,10 @@ def finish(parts: nn.Module, x_BTD: Tensor, labels_BT: Tensor, docs: Documents) 
 
     Args:
         parts: a HybridLM or its last stage.
-        x_BTD: residual stream behind the last block.
+        x_BTD: residual stream behind the last block, `collapsed`.
         labels_BT: -100: ignored.
         docs: document boundaries.
     """
-    x_BTD = collapsed(parts, x_BTD)
     normed_BTD = parts.norm(x_BTD)  # type: ignore[operator]
     if hasattr(parts, "top"):
         normed_BTD = parts.top.attached(normed_BTD, docs)  # type: ignore[operator]

@@ -53,6 +53,7 @@ ACCUMULATES = (
     " --train.tokens_per_step 0 --train.grad_accum 2"
 )
 
+STREAMS = "--model.mhc.streams 4 --train.device_batch_size 8 --recompute.mlp false"
 
 
 @pytest.mark.parametrize("name", [*CASES])
@@ -95,6 +96,7 @@ def launch(flags: str, size: int = 1) -> Config:
         (8, "moe_small --model.depth 4 --mesh.ep 4 --recompute.eblock none"),
         (1, f"moe_small --model.pattern AE --model.depth 2 {ACCUMULATES}"),
         (2, "tiny --model.depth 4 --model.vocab_size 32003 --precision.dtype fp16"),
+        (1, f"tiny --model.pattern F --model.depth 3 {STREAMS}"),
     ],
 )
 def test_an_estimate_is_what_a_launch_would_hold(size: int, flags: str) -> None:
