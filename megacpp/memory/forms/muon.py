@@ -138,5 +138,6 @@ def muon_transient_bytes(
         cells = rows * cols * wire_itemsize
         count = min(number, max(1, batch_bytes // cells))
         work = newton_schulz_bytes(count, rows, cols, wire_itemsize)
-        solving = max(solving, work + count * cells)  # put together from what arrived
+        together = count * cells if ranks > 1 else 0  # put together from what arrived
+        solving = max(solving, work + together)
     return buffers * wire_itemsize + max(packing, solving)

@@ -115,7 +115,7 @@ class Stored:
         units: by kind of part.
         parameters: bytes as FSDP2 stores them, every shard as long as the longest, and buffers.
         state: bytes of optimizer state.
-        transient: bytes of the optimizer step's temporaries, on a CPU and at most.
+        transient: bytes of the optimizer step's temporaries, expected and at most.
         partial: bytes of the gradients that are summed over `tp`.
     """
 
@@ -137,7 +137,7 @@ def stored_of(config: Config, size: int, rank: int) -> Stored:
         Storage.in_run(config),
         Place.on_rank(config, size, rank),
         tuple(counts.items()),
-        config.train.device == "cpu",
+        config.train.device,
     )
 
 
@@ -149,7 +149,7 @@ def _stored(
     storage: Storage,
     place: Place,
     counts: tuple[tuple[str, int], ...],
-    on_cpu: bool,
+    device: str,
 ) -> Stored:
     found = [(w, n) for kind, n in counts for w in weights(model, kind, compress)]
     buffers = buffer_bytes(model, dict(counts), storage.store)
@@ -162,15 +162,17 @@ def _stored(
     )
     found = [(w, n) for w, n in found if trained(w, still)]
     whole = [(w, n) for w, n in found if replicated(w, place)]
+
+    def work(batch_mib: int) -> int:
+        on_cpu = device == "cpu"
+        return optimizer_bytes(found, optim, storage, place, on_cpu, batch_mib * MIB)
+
     return Stored(
         sums,
         MappingProxyType(units),
         padded * storage.store + buffers,
         sum(sum(of.values()) for of in sums.state.values()),
-        (
-            optimizer_bytes(found, optim, storage, place, on_cpu, MIB),
-            optimizer_bytes(found, optim, storage, place, on_cpu, MIB if on_cpu else 64 * MIB),
-        ),
+        (work(64 if device == "cuda" else 1), work(1 if device == "cpu" else 64)),
         sum(n * held(w, place).own for w, n in whole) * storage.store,
     )
 
