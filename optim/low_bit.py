@@ -30,7 +30,7 @@ BLOCKS: dict[Bits, int] = {"8bit": 256, "4bit": 128}
 # Least entries of a local shard. Smaller shards, such as norms and biases, keep wide moments, as do
 # shards that are no whole number of blocks.
 MIN_ENTRIES = 4096
-PIECE = 1 << 22  # entries unpacked at a time; packing takes about 40 bytes each
+PIECE = 1 << 22  # entries unpacked at a time; packing takes about 50 bytes each
 FLOOR = 1e-12  # torchao's smallest scale
 
 

@@ -101,6 +101,7 @@ def muon_transient_bytes(
     momentum_itemsize: int = 2,
     gradient_itemsize: int = 4,
     batch_bytes: int = 64 * MIB,
+    beside: int = 0,
 ) -> int:
     """Return an upper bound of a step's temporary bytes, for matrices shared by `ranks`.
 
@@ -116,6 +117,7 @@ def muon_transient_bytes(
         momentum_itemsize: bytes of an element of momentum.
         gradient_itemsize: bytes of an element of gradients.
         batch_bytes: of matrices that are orthogonalised together; 1 MiB on a CPU.
+        beside: bytes that AdamW's temporaries take while the first wave travels.
     """
     sides = list(matrices)
     if not sides:
@@ -126,11 +128,12 @@ def muon_transient_bytes(
     # A wave is at least one matrix: of that the owner gets all, a rank that cuts it sends its part.
     sent = min(max(bucket, -(-largest // ranks)), share)
     if ranks == 1:
-        buffers = min(sent, max(batch_bytes // wire_itemsize, BLOCK_CELLS, largest))
+        flying, buffers = 0, min(sent, max(batch_bytes // wire_itemsize, BLOCK_CELLS, largest))
     elif share <= bucket:
-        buffers = 2 * share + largest  # one wave, of which an owner may have a matrix too many
+        flying = buffers = 2 * share + largest  # one wave; an owner may have a matrix too many
     else:
-        buffers = 3 * (sent + max(bucket, largest))
+        flying = sent + max(bucket, largest)
+        buffers = 3 * flying
     block = max(min(BLOCK_CELLS, sent), -(-largest // ranks))
     packing = packing_bytes(block, momentum_itemsize, gradient_itemsize)
     solving = 0
@@ -140,4 +143,4 @@ def muon_transient_bytes(
         work = newton_schulz_bytes(count, rows, cols, wire_itemsize)
         together = count * cells if ranks > 1 else 0  # put together from what arrived
         solving = max(solving, work + together)
-    return buffers * wire_itemsize + max(packing, solving)
+    return max(buffers * wire_itemsize + max(packing, solving), flying * wire_itemsize + beside)

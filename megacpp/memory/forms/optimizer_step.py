@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 from megacpp.config.schema import OptimConfig
 from megacpp.memory.forms.muon import muon_transient_bytes
-from megacpp.memory.forms.parameters import Place, Storage, held, mover
+from megacpp.memory.forms.parameters import Place, Storage, held, mover, packs
 from megacpp.memory.forms.weights import Weight
 
 PIECE = 1 << 22  # entries of packed moments that are unpacked at a time (optim/low_bit.py)
-PACKING_BYTES = 40  # of each of them
+PACKING_BYTES = 49  # of each of them: six fp32 values, three int64 codes, and a bool
+RATES = {"embed.weight": "embed", "head.weight": "head", "top.unembed.weight": "head"}
 
 Layers = Iterable[tuple[Weight, int]]  # and how many layers have it
 
@@ -36,8 +37,8 @@ def optimizer_bytes(
     found = list(found)
     muon = [(w, layers) for w, layers in found if mover(w, optim) == "muon"]
     adamw = [(w, layers) for w, layers in found if mover(w, optim) == "adamw"]
-    transient = _muon(muon, optim, storage, place, on_cpu, batch_bytes)
-    return max(transient, _adamw(adamw, optim, storage, place))
+    beside = _adamw(adamw, optim, storage, place)
+    return max(beside, _muon(muon, optim, storage, place, on_cpu, batch_bytes, beside))
 
 
 def _muon(
@@ -47,6 +48,7 @@ def _muon(
     place: Place,
     on_cpu: bool,
     batch_bytes: int,
+    beside: int,
 ) -> int:
     sides: list[tuple[int, int]] = []
     for w, layers in found:
@@ -64,17 +66,28 @@ def _muon(
         storage.momentum,
         storage.store,
         batch_bytes,
+        beside,
     )
 
 
 def _adamw(found: Layers, optim: OptimConfig, storage: Storage, place: Place) -> int:
-    sizes = [(held(w, place).own, layers) for w, layers in found]
-    largest = max((numel for numel, _ in sizes), default=0)
-    if optim.adamw_state in ("8bit", "4bit"):
-        return min(PIECE, largest) * PACKING_BYTES
-    if optim.adamw_state == "cpu_offload":
-        return 2 * largest * storage.store  # a weight's copies on their way
-    if optim.cautious_weight_decay and optim.weight_decay:
-        two = 2 * sum(numel * layers for numel, layers in sizes)
-        return (two + largest) * storage.store
-    return 0
+    sizes = [(w, held(w, place).own, layers) for w, layers in found]
+    if optim.adamw_state == "cpu_offload":  # a weight's copies on their way
+        return 2 * max((numel for _, numel, _ in sizes), default=0) * storage.store
+    packed = [packs(optim.adamw_state, numel) for _, numel, _ in sizes]
+    largest = max((x[1] for x, narrow in zip(sizes, packed, strict=True) if narrow), default=0)
+    pieces = min(PIECE, largest) * PACKING_BYTES
+    if not (optim.cautious_weight_decay and optim.weight_decay):
+        return pieces
+    groups: dict[str, list[tuple[int, int]]] = {}  # each is updated by one call
+    for (w, numel, layers), narrow in zip(sizes, packed, strict=True):
+        if len(w.shape) > 1 and "tables" not in w.name and not narrow:
+            groups.setdefault("latent" if w.latent else RATES.get(w.name, ""), []).append(
+                (numel, layers)
+            )
+    lists = (
+        2 * storage.store * sum(numel * layers for numel, layers in members)
+        + (storage.store + 1) * max(numel for numel, _ in members)
+        for members in groups.values()
+    )
+    return max(pieces, *lists) if groups else pieces

@@ -265,14 +265,22 @@ def state_bytes(storage: Storage, optim: OptimConfig, by: Mover, numel: int) -> 
     step, kind = 4, optim.adamw_state
     if kind == "cpu_offload":
         return step  # the moments wait in the memory of the host
-    block = {"8bit": 256, "4bit": 128}.get(kind, 0)
-    if not block or numel < PACKED_MIN or numel % block:
+    if not packs(kind, numel):
         return step + 2 * numel * storage.store
+    block = PACKED_BLOCKS[kind]
     codes, table = (numel, 256) if kind == "8bit" else (numel // 2, 16)
     return step + 2 * (codes + 4 * (numel // block) + 4 * table)
 
 
 PACKED_MIN = 4096  # entries of moments in 8 or 4 bits at least (optim/low_bit.py)
+PACKED_BLOCKS = {"8bit": 256, "4bit": 128}
+
+
+def packs(kind: str, numel: int) -> bool:
+    """Return whether the moments of `numel` entries are stored in 8 or 4 bits."""
+    return kind in PACKED_BLOCKS and numel >= PACKED_MIN and numel % PACKED_BLOCKS[kind] == 0
+
+
 TERMS = 6  # of auxiliary losses, each with a sum for the record (megacpp/model/auxiliary.py)
 LOSS_BUFFERS = 1 + TERMS  # the scale of losses, and these sums
 
