@@ -29,6 +29,10 @@ HYBRID = ["tiny", "--model.depth", "5", "--model.pattern", "AEMRF", *TWO]
 DENSE = ["dense_110m", "--model.depth", "2", "--model.dim", "192", "--data.seq-len", "512", *TWO]
 
 AROUND = "--model.top.loss 0.1 --model.ngram.heads 2 --model.ngram.table-size 100000".split()
+WORDS = (
+    "tiny --model.pattern F --model.depth 2 --model.vocab-size 32003 --model.mtp.depths 1 "
+    "--data.seq-len 64 --train.device-batch-size 2 --optim.name adamw"
+).split()
 PIPELINE = [*HYBRID, *"--model.depth 10 --mesh.pp 2 --train.grad-accum 4".split()]
 WINDOWS = (
     "--train.device cpu --model.depth 8 --data.seq-len 1024 --model.attention.window 64 "
@@ -54,6 +58,7 @@ CASES: dict[str, Any] = {  # ranks, flags, and the rank if it isn't the first
     "tokens around": (1, [*DENSE, *AROUND]),
     "norms of results": (1, [*HYBRID, "--model.post-norm"]),
     "each, one process": (1, [*HYBRID, "--train.gradient-sync", "each"]),
+    "many words": (1, WORDS),
     "tokens around, tp, each": (
         4,
         [*DENSE, *AROUND, *"--train.gradient-sync each --mesh.tp 2 --mesh.reshard always".split()],

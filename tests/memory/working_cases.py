@@ -30,7 +30,12 @@ def named_parts(config: Config) -> dict[str, TracedPart]:
 
 def most_bytes(own: LocalShapes, part: TracedPart, phase: str, first: bool = False) -> int:
     """Bytes at the fullest moment of a part."""
-    return max(m.bytes for m in traced_moments(own, part, PHASES[phase], first))
+    most = max(m.bytes for m in traced_moments(own, part, PHASES[phase], first))
+    model = own.config.model
+    if part.kind == "embed" and phase == "backward" and model.tie_embeddings:
+        table = model.vocab_size // own.tp * model.dim * (own.compute if own.parallel else own.wide)
+        return max(most, 2 * table)  # a sum with the head's gradient
+    return most
 
 
 def ratios(config: Config, size: int) -> dict[tuple[str, str], float]:

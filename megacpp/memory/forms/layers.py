@@ -8,6 +8,7 @@ from dataclasses import replace
 from megacpp.config.schema import Config
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parts import NO_FORM, OUTER, forms_of
+from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.memory.forms.simulation import Layer
 from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts
 from megacpp.memory.forms.units import TORCH, PartUnits, Unit
@@ -55,6 +56,7 @@ def layers_of(
     again = layer_regions(config.recompute, model)
     # Then the embedding gets a gradient, to which a tied head's is added, before its own backward.
     looks_up = model.mtp.depths > 0 and not model.mtp.detach_trunk
+    read_there = {"head"} if model.tie_embeddings else {"mtp"} if looks_up else set[str]()
     found = []
     for stage in named:
         ends = {kind for kind, *_ in stage}
@@ -79,6 +81,9 @@ def layers_of(
                 waits = ngram.moved * own.compute + ngram.upcast * (own.wide - own.compute)
             if kind == "mtp" and looks_up:
                 waits = table
+            backward = form.backward
+            if kind == "embed" and (ends & read_there) and not own.warms_up:
+                backward += (PeakPoint("sum of gradients", table, table),)
             unsaved = stream if part is not None and not part.reached else form.takes
             if unsaved and layers:
                 layers[-1] = _without_output(layers[-1], unsaved)
@@ -88,7 +93,7 @@ def layers_of(
                     kind,
                     mine,
                     form.forward,
-                    form.backward,
+                    backward,
                     form.kept,
                     form.copies,
                     stream,

@@ -299,13 +299,7 @@ def traced_moments(
         backward: return moments of the backward; else of the forward.
         first: the part makes the tensors that all layers of a batch share.
     """
-    found = _moments(request_of(own, part), backward, first, part.place)
-    model = own.config.model
-    tied = model.tie_embeddings and not own.warms_up
-    if backward and part.kind == "embed" and tied:  # a sum with the head's
-        table = model.vocab_size // own.tp * model.dim * (own.compute if own.parallel else own.wide)
-        found += (PeakPoint("tied gradients", table, table),)
-    return found
+    return _moments(request_of(own, part), backward, first, part.place)
 
 
 @lru_cache(maxsize=1024)
