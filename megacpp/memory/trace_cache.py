@@ -4,7 +4,7 @@
         blocks/2-<hash of sources>/<hash of the request>.json
 
 A trace depends on the request and on the code that runs: the sources of blocks, kernels,
-parallelism and recompute, and the versions of torch and Triton. An edit of any of them starts
+parallelism and recompute, and the versions of `PACKAGES`. An edit of any of them starts
 another folder; the oldest folders are deleted. No torch import here.
 """
 
@@ -34,6 +34,7 @@ SOURCES = (
     "checkpointing",
     "parallel",
 )
+PACKAGES = ("torch", "triton", "mamba-ssm", "torchao")  # whose own code allocates in a block
 
 
 @lru_cache(maxsize=1)
@@ -44,7 +45,7 @@ def sources_hash(home: Path = HOME) -> str:
         root = home / name
         for path in [root] if root.suffix else sorted(root.rglob("*.py")):
             found.update(f"{path.relative_to(home)}\n".encode() + path.read_bytes())
-    for package in ("torch", "triton", "mamba-ssm"):
+    for package in PACKAGES:
         try:
             found.update(f"{package} {version(package)}\n".encode())
         except PackageNotFoundError:
@@ -56,7 +57,7 @@ def read(request: BlockRequest) -> BlockTrace | None:
     """Return the stored trace; None: there is no readable one."""
     try:
         return BlockTrace.from_dict(json.loads(_file(request).read_text()))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

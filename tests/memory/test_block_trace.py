@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
 import subprocess
@@ -159,8 +160,10 @@ def test_a_trace_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (file,) = tmp_path.rglob("*.json")
     file.write_text(file.read_text()[:100])  # cut short: traced again
     assert _anew(asked) == found[0] and len(runs) == 2
-    monkeypatch.setattr(trace_cache, "sources_hash", lambda: "edited")
+    file.write_text(json.dumps(found[0].as_dict() | {"added": None}))  # JSON, and no trace
     assert _anew(asked) == found[0] and len(runs) == 3
+    monkeypatch.setattr(trace_cache, "sources_hash", lambda: "edited")
+    assert _anew(asked) == found[0] and len(runs) == 4
     assert len([*tmp_path.rglob("*.json")]) == 2
     other = dataclasses.replace(asked, pieces=(NOTHING | {"norm"},))
     assert other.key() != asked.key()
@@ -191,6 +194,18 @@ def test_an_edited_source_has_another_hash(tmp_path: Path) -> None:
     before = trace_cache.sources_hash.__wrapped__(tmp_path)
     (tmp_path / "megacpp/kernels/file.py").write_text("2")
     assert trace_cache.sources_hash.__wrapped__(tmp_path) != before
+
+
+@pytest.mark.parametrize("package", ["torch", "triton", "mamba-ssm", "torchao"])
+def test_another_version_of_a_library_has_another_hash(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    found = []
+    for number in ("1", "2"):
+        given = {package: number}
+        monkeypatch.setattr(trace_cache, "version", lambda name, of=given: of.get(name, "0"))
+        found.append(trace_cache.sources_hash.__wrapped__())
+    assert found[0] != found[1]
 
 
 def test_a_warm_estimate_imports_no_torch(tmp_path: Path) -> None:
