@@ -219,7 +219,8 @@ class CorpusTokenizer:
             if len(cached) + len(new) > CACHED_WORDS:
                 cached.clear()
                 new = list(set(found))
-            for word, encoding in zip(new, self.inner.encode_batch_fast(new), strict=True):
+            encodings = self.inner.encode_batch_fast(new, add_special_tokens=False)
+            for word, encoding in zip(new, encodings, strict=True):
                 cached[word] = np.asarray(encoding.ids, "<u4").tobytes()
         return np.frombuffer(b"".join(map(cached.__getitem__, found)), "<u4")
 

@@ -14,6 +14,8 @@ from megacpp.data.corpus import Corpus
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.specials import config_values
 from megacpp.data.tokenizer import CorpusTokenizer
+from megacpp.data.words import Kind
+from megacpp.interop.tokenizer import write_tokenizer
 from megacpp.state.export import export_weights
 from tests.data.test_given_tokenizer import TEXTS, gpt2
 from tests.interop.models import built, final_folder
@@ -140,6 +142,18 @@ def test_a_folder_is_sampled_with_its_own_tokenizer(
     (folder / "tokenizer.json").unlink()
     assert main(words) == 2
     assert "has no tokenizer.json. Fix: fetch tokenizer.json and" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["code", "prose"])
+def test_an_exported_vocabulary_is_read_back_with_the_same_ids(kind: Kind, tmp_path: Path) -> None:
+    """Its post-processor opens a text, and no word of it."""
+    first, texts = CorpusTokenizer.train([TEXTS], 400, kind), [*TEXTS, TEXT, "int x = 1;", ""]
+    wanted = [ids.tolist() for ids in first.encode_many(texts)]
+    write_tokenizer(first, tmp_path, 64)
+    again = CorpusTokenizer.load(tmp_path / "tokenizer.json")
+    assert again.inner.post_processor is not None
+    assert again.opening == first.opening == (first.specials.bos,)
+    assert [ids.tolist() for ids in again.encode_many(texts)] == wanted
 
 
 def test_another_end_of_documents_is_written(tmp_path: Path) -> None:
