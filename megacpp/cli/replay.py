@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacpp.cli.weights import data_path
 from megacpp.config.arguments import flatten, parse_run
 from megacpp.config.environment import MOST_RANKS
+from megacpp.config.mix import corpus_folders
 from megacpp.config.presets import preset
+from megacpp.config.schema import DataConfig
 from megacpp.config.settings import setting
 from megacpp.config.values import flag_text
 from megacpp.errors import MegacppError, config_error
@@ -81,11 +82,11 @@ def replay(args: ReplayArgs, words: list[str]) -> int:
         again.mkdir()
         if (folder / "rewinds.jsonl").exists():  # rows that were skipped are skipped again
             shutil.copy(folder / "rewinds.jsonl", again)
-        data = {"data.path": _data_path(launch, words)}
+        data, place = _corpora(launch, words)
         own = data | {"run.dir": again, "run.until": first + count, "checkpoint.resume": checkpoint}
         flags = _flags(launch["config"], {**KEPT_APART, **own})
         same = parse_run([*flags, *words], ranks).config
-        _run([*flags, *words], ranks)
+        _run([*flags, *words], ranks, place)
         made, digests = rows_by_step(again / "metrics.jsonl"), recorded(again)
     alike = all(getattr(same.mesh, axis) == n for axis, n in launch["mesh"].items())
     alike &= ranks == launch["world_size"]
@@ -156,19 +157,26 @@ def _checkpoint(folder: Path, step: int, made: int) -> Path:
     return max(found, key=step_of).resolve()
 
 
-def _data_path(launch: Mapping[str, Any], words: Sequence[str]) -> str:
-    """Return `data.path` of a start, from here.
+def _corpora(launch: Mapping[str, Any], words: Sequence[str]) -> tuple[dict[str, str], Path]:
+    """Return settings of a start's corpora from here, and the folder to replay in.
+
+    Sources of a mixture are found from where the run was started.
 
     Raises:
-        ConfigError: it is relative, and neither found here nor known from where it is.
+        ConfigError: `data.path` is relative, and neither found here nor known from where it is.
     """
-    data = launch["config"]["data"]
-    path = data_path(launch, data["path"])
-    given = data.get("mix") or any(word.startswith("--data.") for word in words)
+    data, below = launch["config"]["data"], Path(str(launch.get("folder") or ""))
+    path, mixed = data["path"], DataConfig(data["path"], data.get("mix", ""))
+    given = any(word.startswith("--data.") for word in words)
+    if mixed.mix:
+        there = corpus_folders(mixed, below)
+        moved = not given and there != corpus_folders(mixed) and there[0].exists()
+        return {}, below if moved else Path()
+    path = str(below / path) if (below / path).exists() else path
     if not given and not Path(path).is_absolute() and not Path(path).exists():
         rule = "no such folder here; it is relative to where the run was started"
         raise config_error("data.path", path, rule, "replay from there, or add --data.path FOLDER")
-    return path
+    return {"data.path": path}, Path()
 
 
 def _flags(config: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
@@ -182,11 +190,11 @@ def _flags(config: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _run(flags: list[str], ranks: int) -> None:
-    """Run train.py with its output in a file; its error is ours."""
+def _run(flags: list[str], ranks: int, folder: Path) -> None:
+    """Run train.py in a folder, with its output in a file; its error is ours."""
     words = ["--nproc", str(ranks)]
     command = [sys.executable, "-m", "megacpp", "train", *words, *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         error = MegacppError((said or ["the replay failed"])[0].removeprefix("error: "))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +93,7 @@ def tokenizer_path(run_folder: Path) -> Path:
         raise config_error("run", run_folder, "has no tokenizer.json", fix)
     from megacpp.data.specials import chat_template
 
-    data = _data(run_folder)
-    paths = [folder / "tokenizer.json" for folder in corpus_folders(data)]
+    paths = [folder / "tokenizer.json" for folder in _corpora(run_folder)]
     return next((path for path in paths if chat_template(path)), paths[0])
 
 
@@ -110,7 +109,7 @@ def held_out_documents(run_folder: Path) -> Iterator[str]:
     if is_hf_folder(run_folder):
         rule = "is no run, so the task has no held-out documents"
         raise config_error("run", run_folder, rule, "give the folder of a run, or other tasks")
-    for folder in corpus_folders(_data(run_folder)):
+    for folder in _corpora(run_folder):
         yield from Corpus(folder, seq_len=1).validation_documents()
 
 
@@ -151,22 +150,12 @@ def load_model(run: Path, checkpoint: str, device: str) -> HybridLM:
     return load_trained(folder, model, device)
 
 
-def data_path(launch: Mapping[str, Any], path: str) -> str:
-    """Return a run's `data.path` from here: a relative one is below where the run was started.
-
-    Args:
-        launch: record of that start; older ones don't have its folder.
-        path: `data.path` of the run.
-    """
-    there = Path(str(launch.get("folder") or ""), path)
-    return str(there) if there.exists() else path
-
-
-def _data(run_folder: Path) -> DataConfig:
-    """Return the settings of a run's corpora."""
-    data = _config(run_folder)["data"]
-    launch = read_parsed(run_folder / LAUNCH)
-    return DataConfig(**{**data, "path": data_path(launch, data["path"])})
+def _corpora(run_folder: Path) -> list[Path]:
+    """Return the folders of a run's corpora from here: relative ones are below where it began."""
+    data = DataConfig(**_config(run_folder)["data"])
+    below = Path(str(read_parsed(run_folder / LAUNCH).get("folder") or ""))
+    there = corpus_folders(data, below)
+    return there if there[0].exists() else corpus_folders(data)
 
 
 def _config(run_folder: Path) -> dict:

@@ -79,18 +79,18 @@ def _shares(weights: dict[str, Fraction]) -> dict[str, Fraction]:
     return shares
 
 
-def source_folders(data: DataConfig) -> dict[str, Path]:
+def source_folders(data: DataConfig, below: Path = Path()) -> dict[str, Path]:
     """Return the folder of each corpus of a mixture by its name; empty without a mixture.
 
     A name is the folder of that name beside `data.path`; a path or a URL has a slash, and
     `datasets:NAME:SPLIT` is a data set. The corpus of texts that aren't prepared is `NAME.prepared`
-    beside `data.path`.
+    beside `data.path`. Relative paths are `below` a folder.
 
     Raises:
         ValueError: two folders would have the same name.
     """
     found: dict[str, Path] = {}
-    for name, folder, _ in _sources(data):
+    for name, folder, _ in _sources(data, below):
         if found.setdefault(name, folder) != folder:
             raise ValueError(f"{found[name]} and {folder} would have the same name")
     return found
@@ -101,12 +101,12 @@ def raw_sources(data: DataConfig) -> dict[Path, str]:
     return {folder: raw for _, folder, raw in _sources(data) if raw}
 
 
-def _sources(data: DataConfig) -> Iterator[tuple[str, Path, str]]:
+def _sources(data: DataConfig, below: Path = Path()) -> Iterator[tuple[str, Path, str]]:
     """Yield name and folder of each corpus, and what it is made of (empty: it is prepared)."""
-    beside = Path(data.path).parent
+    beside = Path(below, data.path).parent
     for word in _words(data.mix) if data.mix else ():
         source = word.rpartition("=")[0]
-        path = Path(source) if "/" in source else beside / source
+        path = Path(below, source) if "/" in source else beside / source
         # Texts to prepare: those from elsewhere, or what exists and is no corpus.
         far, name = is_far(source), source_name(source)
         raw = far or path.is_file() or (path.is_dir() and not (path / INDEX).is_file())
@@ -118,12 +118,12 @@ def _words(mix: str) -> list[str]:
     return re.split(r"[,;\s]+", mix.strip(",; \t\n"))
 
 
-def corpus_folders(data: DataConfig) -> list[Path]:
+def corpus_folders(data: DataConfig, below: Path = Path()) -> list[Path]:
     """Return the folders of a run's corpora: those of the mixture, else `data.path` alone.
 
-    The tokenizer is that of the first one.
+    The tokenizer is that of the first one. Relative paths are `below` a folder.
     """
-    return list(source_folders(data).values()) or [Path(data.path)]
+    return list(source_folders(data, below).values()) or [Path(below, data.path)]
 
 
 def mix_rules(data: DataConfig) -> Iterator[ConfigError]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megacpp.cli.main import main
-from megacpp.cli.weights import tokenizer_path
+from megacpp.cli.weights import held_out_documents, tokenizer_path
 from megacpp.data.mixture import Mixture
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.report.data import gather
@@ -244,3 +244,26 @@ def test_the_position_is_saved_by_source(straight: Path, home: Path) -> None:
     mixture = Mixture.__new__(Mixture)
     mixture.restore(extra["others"]["mixture"])
     assert mixture.segments[-1].rows_before(extra["rows"]) == {"corpus": 16, "other": 8 + 8}
+
+
+def test_relative_sources_are_found_from_any_folder(
+    home: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are below the folder in which the run was started; one has its name, one its path."""
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    shutil.rmtree(folder / "final")
+    for name in ("launch", "config"):
+        content = json.loads((folder / f"{name}.json").read_text())
+        content["config"]["data"] |= {"path": "nowhere/else"}
+        content["config"]["data"] |= {"mix": MIX.replace("other", f"{home.name}/other")}
+        content["folder"] = str(home.parent)
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    monkeypatch.chdir(tmp_path)
+    (home.parent / "nowhere").mkdir()
+    (home.parent / "nowhere/corpus").symlink_to(home / "corpus")
+    there = home.parent / "nowhere/corpus/tokenizer.json"
+    assert tokenizer_path(folder) == there
+    texts = list(held_out_documents(folder))
+    assert 0 < sum(text.startswith("Value ") for text in texts) < len(texts)
+    assert main(["replay", str(folder), "--from", "4", "--steps", "2"]) == 0

@@ -41,7 +41,8 @@ def test_as_typed(run: Path) -> None:
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(flags: list[str], ranks: int) -> None:
+    def run(flags: list[str], ranks: int, folder: Path) -> None:
+        assert folder == Path()
         done = forked(*flags, ranks=ranks)
         assert done.returncode == 0, done.stderr
 
