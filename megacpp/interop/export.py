@@ -33,7 +33,7 @@ from megacpp.interop.hf_config import OURS
 from megacpp.interop.links import Link, links, rows_in
 from megacpp.interop.places import WeightsFolder, saved_step
 from megacpp.interop.stored import StoredTensors
-from megacpp.interop.tokenizer import special_ids_of, write_tokenizer
+from megacpp.interop.tokenizer import end_ids, special_ids_of, write_tokenizer
 from megacpp.state.export import INDEX, weights_files
 from megacpp.state.files import pending_folder, publish_folder, sync, write_text
 from megacpp.state.manifest import DamagedError, file_problems, read_manifest, stray_problems
@@ -101,7 +101,8 @@ def write_hf_folder(
             },
         }
         _write_json(pending / "config.json", config)
-        _write_json(pending / "generation_config.json", {**marks, "do_sample": False})
+        ends = {"eos_token_id": end_ids(tokenizer), "do_sample": False}
+        _write_json(pending / "generation_config.json", marks | ends)
         write_tokenizer(tokenizer, pending, model.attention.max_seq_len)
         code = code_files(model) if target.one.own else {}
         card = model_card(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers import processors
 
+from megacpp.data.conversations import ChatTemplate
 from megacpp.data.specials import CONFIG, OWN_KEYS, config_values
 from megacpp.data.tokenizer import CorpusTokenizer
+from megacpp.errors import DataError
 from megacpp.state.files import write_text
 
 
@@ -17,6 +20,18 @@ def special_ids_of(tokenizer: CorpusTokenizer) -> dict[str, int]:
     """Return the special ids around documents, as config.json names them."""
     marks = tokenizer.specials
     return {"bos_token_id": marks.bos, "eos_token_id": marks.eos, "pad_token_id": marks.pad}
+
+
+def end_ids(tokenizer: CorpusTokenizer) -> int | list[int]:
+    """Return the id that ends a text, or two if a chat template ends answers by another one.
+
+    Without the other one generation goes on behind an answer.
+    """
+    end = eos = tokenizer.specials.eos
+    if tokenizer.template:
+        with contextlib.suppress(DataError):  # a template that refuses a question with its answer
+            end = ChatTemplate(tokenizer).end
+    return eos if end == eos else [end, eos]
 
 
 def write_tokenizer(tokenizer: CorpusTokenizer, folder: Path, longest: int) -> None:

@@ -106,6 +106,26 @@ def test_files_and_ids_are_those_that_came_in(
     assert "llama.cpp" not in card + capsys.readouterr().out, "it knows published vocabularies"
 
 
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHAT, [2, 0]),
+        (CHAT.replace("<|im_end|>", "{{ eos_token }}"), 0),
+        ("{{ raise_exception('no') }}", 0),
+        ("", 0),
+    ],
+)
+def test_generation_ends_where_the_chat_template_ends_an_answer(
+    template: str, ends: int | list[int], tmp_path: Path
+) -> None:
+    came = written("qwen", tmp_path / "came")
+    config = json.dumps({**CONFIGS["qwen"], "chat_template": template})
+    (came / "tokenizer_config.json").write_text(config)
+    folder = exported(corpus_of(came, tmp_path).path, tmp_path)
+    assert transformers.GenerationConfig.from_pretrained(folder).eos_token_id == ends
+    assert transformers.AutoConfig.from_pretrained(folder).eos_token_id == 0
+
+
 @pytest.mark.parametrize("to", ["hf", "hf-code"])
 def test_llama_cpp_does_not_know_a_learned_vocabulary(
     to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
