@@ -82,13 +82,21 @@ def choose_specials(
         where: name of the tokenizer, for messages.
 
     Raises:
-        DataError: `eos` isn't a special token, or no special token is known to end a document.
+        DataError: `eos` or a named token isn't a special token, or none is known to end a document.
     """
     special = {t.content: i for i, t in inner.get_added_tokens_decoder().items() if t.special}
     if eos and eos not in special:
         raise DataError(
             f"eos={eos}: {where} has no such special token. Fix: {did_you_mean(eos, special)}."
         )
+
+    for role in ("bos", "eos"):
+        name = named.get(role, "")
+        if name and name not in special and not (eos and role == "eos"):
+            raise DataError(
+                f"{where}: has no token {name}, which {CONFIG} beside it names as {role}_token. "
+                f"Fix: name one there that it has ({did_you_mean(name, special)})."
+            )
 
     def first(role: str) -> int | None:
         wanted = (named.get(role, ""), *NAMES[role])

@@ -109,7 +109,8 @@ class CorpusTokenizer:
             eos: name of the special token that ends a document (empty: choose).
 
         Raises:
-            DataError: it can't be read, or no special token is known to end a document.
+            DataError: it can't be read, lacks a token that the file beside it names, or no special
+                token is known to end a document.
         """
         try:
             text = path.read_bytes().decode()
@@ -126,12 +127,14 @@ class CorpusTokenizer:
         for names in FIM_NAMES:  # some publish these as ordinary tokens, which a text could spell
             if vocab.keys() >= set(names):
                 inner.add_special_tokens(list(names))
+        config = read_config(path)
+        named = named_tokens(config_values(config))
+        special = special_ids(inner).values()  # transformers adds those that are only named
+        inner.add_special_tokens([t for t in named.values() if t in vocab and t not in special])
         if not special_ids(inner):
             inner.add_special_tokens([ADDED])
             text = ""
-        config = read_config(path)
-        values = config_values(config)
-        marks = choose_specials(inner, named_tokens(values), eos, str(path))
+        marks = choose_specials(inner, named, eos, str(path))
         return CorpusTokenizer(inner, marks, chat_template(path), (text, config))
 
     def save(self, path: Path) -> None:

@@ -253,6 +253,39 @@ def test_which_token_ends_a_document(tmp_path: Path, files: dict) -> None:
     assert CorpusTokenizer.load(saved).specials.eos == 3
 
 
+def test_a_token_that_is_named_and_missing_is_refused(tmp_path: Path) -> None:
+    """Another spelling in its place would end documents by a token that the weights don't know."""
+    path = tmp_path / "tokenizer.json"
+    gpt2(("<|endoftext|>", "</s>", "<s>")).save(str(path))
+    for role, name in (("eos", "<|eot_id|>"), ("bos", "<|begin|>")):
+        config = {"eos_token": "<|endoftext|>", f"{role}_token": name}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        with pytest.raises(DataError) as caught:
+            CorpusTokenizer.load(path)
+        assert str(caught.value).startswith(
+            f"{path}: has no token {name}, which tokenizer_config.json beside it names as "
+            f"{role}_token. Fix: name one there that it has ("
+        )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eot_id|>"}))
+    assert CorpusTokenizer.load(path, eos="</s>").specials.eos == 1
+
+
+@pytest.mark.parametrize("specials", [(), ("<|endoftext|>",)])
+def test_an_ordinary_token_that_is_named_becomes_special(
+    specials: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Transformers does so; a text that spells it stays text."""
+    inner = gpt2(specials)
+    inner.add_tokens(["<|im_end|>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    tokenizer = CorpusTokenizer.load(tmp_path / "tokenizer.json")
+    end = tokenizer.specials.eos
+    assert tokenizer.inner.id_to_token(end) == "<|im_end|>"
+    assert end == tokenizer.vocab_size - 1 == inner.get_vocab_size() - 1
+    assert end not in tokenizer.encode("a <|im_end|>").tolist()
+
+
 def test_a_tokenizer_without_special_tokens_gets_one(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     gpt2(()).save(str(path))
