@@ -48,6 +48,7 @@ FILES = {
         "lines of steps from N on that `checkpoint.resume` with a folder made again",
     ),
     "evaluations.jsonl": ("megacpp/run/metrics.py", "held-out loss of each evaluation"),
+    "evaluations-before-N.jsonl": ("megacpp/run/metrics.py", "likewise, evaluations of such steps"),
     "goodput.jsonl": ("megacpp/run/goodput.py", "seconds by class: steps, data, saves, waits"),
     "digests.jsonl": ("megacpp/state/digests.py", "bits of tensors that several ranks hold"),
     "rewinds.jsonl": ("megacpp/run/rewind.py", "returns to an earlier checkpoint, with reasons"),

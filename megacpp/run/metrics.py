@@ -62,8 +62,9 @@ class StepRecord:
 class MetricsLog:
     """Writer of step records on the main rank; does nothing elsewhere.
 
-    A resumed run drops the lines of steps that it will repeat. If it was told from which checkpoint
-    to go on, later checkpoints may be of these steps: then they stay in `metrics-before-N.jsonl`.
+    A resumed run drops the lines of steps that it will repeat, and their evaluations. If it was
+    told from which checkpoint to go on, later checkpoints may be of these steps: then they stay in
+    `metrics-before-N.jsonl` and `evaluations-before-N.jsonl`.
 
     Args:
         folder: folder of the run.
@@ -82,9 +83,10 @@ class MetricsLog:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        if config.checkpoint.resume not in ("auto", "never"):
-            _set_aside(path, first_step, config.checkpoint.resume)
-        _keep_steps(path, lambda step: step < first_step)
+        for one in (path, _evaluations(path)):
+            if config.checkpoint.resume not in ("auto", "never"):
+                _set_aside(one, first_step, config.checkpoint.resume)
+            _keep_steps(one, lambda step: step < first_step)
         self._file = path.open("a")
         self._sinks = open_sinks(folder, run, settings_of(config), first_step)
 
@@ -104,11 +106,12 @@ class MetricsLog:
             print(self.line(record), flush=True)
 
     def go_back(self, step: int) -> None:
-        """Drop the lines of steps from `step` on, which will be made again."""
+        """Drop lines and evaluations of steps from `step` on, which will be made again."""
         if self._file is not None:
             self._file.close()
             path = Path(self._file.name)
-            _keep_steps(path, lambda other: other < step)
+            for one in (path, _evaluations(path)):
+                _keep_steps(one, lambda other: other < step)
             self._file = path.open("a")
 
     def warn(self, lines: Iterable[str]) -> None:
@@ -130,7 +133,7 @@ class MetricsLog:
         for sink in self._sinks:
             sink.scalars(dict(tagged(values, "validation")), step)
         if self._file is not None:
-            path = Path(self._file.name).with_name("evaluations.jsonl")
+            path = _evaluations(Path(self._file.name))
             _keep_steps(path, lambda other: other < step)
             with path.open("a") as f:
                 f.write(_strict_json({"step": step, **values, "no_verdict": why}) + "\n")
@@ -258,6 +261,11 @@ def settings_of(config: Config) -> dict[str, Setting]:
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in flatten(config).items()
     }
+
+
+def _evaluations(path: Path) -> Path:
+    """Return the file of evaluations beside that of steps."""
+    return path.with_name("evaluations.jsonl")
 
 
 def _amend(path: Path, step: int, values: Mapping[str, object]) -> None:

@@ -33,10 +33,11 @@ def test_unreadable_lines_are_dropped(tmp_path: Path, bad: bytes) -> None:
     assert files[1].read_bytes().startswith(good + b'{"step": 1, "loss": 1.0')
 
 
-def test_lines_of_later_checkpoints_stay_beside_the_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["metrics", "evaluations"])
+def test_lines_of_later_checkpoints_stay_beside_the_log(name: str, tmp_path: Path) -> None:
     """A resume from a named checkpoint keeps what it cuts; an automatic one doesn't."""
     lines = [f'{{"step": {step}}}\n' for step in range(6)]
-    path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics-before-000004.jsonl"
+    path, aside = tmp_path / f"{name}.jsonl", tmp_path / f"{name}-before-000004.jsonl"
     run = RunConfig(steps=9, tensorboard=False)
     for source, kept in (("auto", 0), ("checkpoints/step-000004", 1), ("old/step-000004", 2)):
         path.write_text("".join(lines))
@@ -46,5 +47,16 @@ def test_lines_of_later_checkpoints_stay_beside_the_log(tmp_path: Path) -> None:
         rows = [json.loads(x) for x in aside.read_text().splitlines()] if kept else []
         assert len(rows) == 3 * kept and aside.exists() == bool(kept)
     for first, source in ((0, "checkpoints/step-000004"), (3, "old/step-000004")):
-        assert rows[first] == {"cut_from": "metrics.jsonl", "checkpoint.resume": source}
+        assert rows[first] == {"cut_from": path.name, "checkpoint.resume": source}
         assert rows[first + 1 : first + 3] == [{"step": 4}, {"step": 5}]
+
+
+def test_a_rewind_drops_what_will_be_made_again(tmp_path: Path) -> None:
+    lines = [f'{{"step": {step}}}\n' for step in range(6)]
+    files = [tmp_path / name for name in ("metrics.jsonl", "evaluations.jsonl")]
+    for path in files:
+        path.write_text("".join(lines))
+    log = MetricsLog(tmp_path, Config(run=RunConfig(steps=9, tensorboard=False)), 6, active=True)
+    log.go_back(3)
+    log.close()
+    assert [path.read_text() for path in files] == ["".join(lines[:3])] * 2
