@@ -14,7 +14,7 @@ from megacpp.config.checks.every import broken
 from megacpp.config.model import ModelConfig
 from megacpp.config.saved import read_model_config, with_defaults
 from megacpp.config.schema import Config
-from megacpp.errors import CheckpointError, ConfigError, did_you_mean
+from megacpp.errors import CheckpointError, ConfigError, MegacppError, did_you_mean
 from megacpp.interop.classes import class_named, to_config
 from megacpp.interop.hf_class import HFClass
 from megacpp.interop.keys import Values, WrongKeyError, needed
@@ -74,19 +74,19 @@ def read_hf_config(folder: Path) -> HFConfig:
             needed(values, OURS)
         _check_fixed(one, values)
         read = _settings(one, values)
+        model = _own(path, one, given, read) if OURS in given else _made(path, read)
     except WrongKeyError as wrong:
         fix = "take a model without it, no setting of ours computes that"
         if wrong.value == "":
             fix = "give the config.json that belongs to the weights"
         raise _refused(path, wrong.key, wrong.value, wrong.rule, fix) from None
+    except MegacppError:
+        raise
     except ODD as error:
         raise CheckpointError(
             f"{path}: a value isn't of the kind that {kind} has ({type(error).__name__}: {error}). "
             f"{COMPARE}"
         ) from None
-    model = _made(read)
-    if OURS in given:
-        model = _own(path, one, given, read)
     for error in broken(dataclasses.replace(Config(), model=model), 1):
         if (text := str(error)).startswith("model."):
             rule = text.partition(". Fix: ")[0]
@@ -130,9 +130,15 @@ def _settings(one: HFClass, values: Values) -> dict[str, Any]:
     return found
 
 
-def _made(settings: Mapping[str, Any]) -> ModelConfig:
+def _made(path: Path, settings: Mapping[str, Any]) -> ModelConfig:
+    """Return the settings that keys decide, whose types are checked."""
     keys = {f"model.{key}": value for key, value in settings.items()}
-    return replace_keys(dataclasses.replace(Config(), model=ModelConfig()), keys).model
+    model = replace_keys(dataclasses.replace(Config(), model=ModelConfig()), keys).model
+    try:
+        return read_model_config(dataclasses.asdict(model))
+    except CheckpointError as wrong:
+        rule = str(wrong).partition(" in config.json")[0]
+        raise CheckpointError(f"{path}: {rule}. {COMPARE}") from None
 
 
 def _own(path: Path, one: HFClass, given: Values, read: Mapping[str, Any]) -> ModelConfig:

@@ -390,6 +390,11 @@ ODD_VALUES: dict[str, dict[str, Any]] = {
     "no layer": {"num_hidden_layers": 0},
     "rope is a list": {"rope_parameters": [1]},
     "factor is a word": {"rope_scaling": {**YARN, "factor": "two"}},
+    "eps is a word": {"rms_norm_eps": "1e-5"},
+    "ids are a word": {"vocab_size": "300"},
+    "a broken width": {"hidden_size": 32.0},
+    "our key is a list": {"megacpp": []},
+    "our model is a number": {"megacpp": {"model": 5}},
 }
 
 
