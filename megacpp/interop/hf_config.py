@@ -104,8 +104,8 @@ def _with_aliases(given: Values) -> dict[str, Any]:
 
 
 def _check_fixed(one: HFClass, values: Values) -> None:
-    if "quantization_config" in values:
-        method = (values["quantization_config"] or {}).get("quant_method", "quantised")
+    if (quantised := values.get("quantization_config")) is not None:
+        method = quantised.get("quant_method", "quantised")
         raise WrongKeyError("quantization_config", method, "dequantise the weights first")
     for key, legal in one.fixed.items():
         value = values.get(key, legal)
@@ -146,7 +146,8 @@ def _own(path: Path, one: HFClass, given: Values, read: Mapping[str, Any]) -> Mo
     model = read_model_config(with_defaults(given[OURS].get("model", {})))
     written = _settings(one, {**one.defaults, **to_config(one, model)})
     both = {f"model.{key}": (read.get(key), written.get(key)) for key in {**written, **read}}
-    both[INTERLEAVE] = (bool(given.get(INTERLEAVE, True)), True)  # as an export orders the rows
+    if INTERLEAVE in one.fixed:  # as an export orders the rows
+        both[INTERLEAVE] = (bool(given.get(INTERLEAVE, True)), True)
     for key, (there, here) in both.items():
         if there != here:
             raise ConfigError(

@@ -410,10 +410,6 @@ def bias(key: str) -> KeyRule:
     )
 
 
-WINDOW = KeyRule(
-    lambda model: {"sliding_window": model.attention.window or None},
-    lambda values: {"attention.window": values.get("sliding_window") or 0},
-)
 HEAD_NORMS = KeyRule(
     lambda model: {"use_qk_norm": model.attention.qk_norm},
     lambda values: {"attention.qk_norm": bool(values.get("use_qk_norm"))},

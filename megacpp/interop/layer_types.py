@@ -1,4 +1,4 @@
-"""Keys of classes whose layers see a window or all tokens, as OLMo-3's; no torch import here."""
+"""Keys of classes whose layers see a window or all tokens; no torch import here."""
 
 from __future__ import annotations
 
@@ -61,3 +61,10 @@ def _from_layers(values: Values) -> dict[str, Any]:
 
 
 BY_LAYER = (*SIZES, KeyRule(_to_layers, _from_layers))
+WINDOW = KeyRule(
+    lambda model: {"sliding_window": model.attention.window or None},
+    # Layers that are named see all tokens: others are refused.
+    lambda values: {
+        "attention.window": 0 if values.get("layer_types") else values.get("sliding_window") or 0
+    },
+)

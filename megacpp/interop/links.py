@@ -133,7 +133,8 @@ def links(
         return
     shapes = our_shapes(model)
     changes = dict(one.changes)
-    if not (values or {}).get("rope_interleave", True):
+    key = "rope_interleave"  # which other classes don't read
+    if key in one.fixed and not (values or {}).get(key, True):
         changes |= IN_HALVES
     linker = _Linker(one, model, shapes, changes)
     yield linker.link("model.embed_tokens.weight", HFTensor("", ("embed.weight",)), "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from megacpp.interop import keys
 from megacpp.interop.hf_class import Change, HFClass
 from megacpp.interop.keys import COMMON, DENSE
-from megacpp.interop.layer_types import BY_LAYER
+from megacpp.interop.layer_types import BY_LAYER, WINDOW
 from megacpp.interop.rewrites import (
     EMPTY,
     FOLDED,
@@ -412,7 +412,7 @@ CLASSES = (
         "MistralForCausalLM",
         "mistral",
         {**DENSE_ONLY, "qk_norm": ("no",), "window": ("yes",)},
-        (*COMMON, keys.GQA, keys.WINDOW, DENSE, keys.alike("AF")),
+        (*COMMON, keys.GQA, WINDOW, DENSE, keys.alike("AF")),
         {"hidden_act": "silu"},
         {**DEFAULTS, "sliding_window": 4096},
     ),

@@ -294,6 +294,29 @@ def test_keys_of_version_4_alone(name: str, tmp_path: Path) -> None:
     assert (our_logits(ours, IDS) - wanted).abs().max() <= WITHIN * wanted.abs().max()
 
 
+AS_THERE: dict[str, tuple[str, dict[str, Any]]] = {
+    "no quantisation": ("llama", {"quantization_config": None}),
+    "named layers outweigh a window": ("mistral_window", {"layer_types": [FULL] * 3}),
+    "halves that one class alone reads": ("deepseek_v32", {"rope_interleave": False}),
+    "halves of indexed layers": ("glm_dsa", {"rope_interleave": False}),
+}
+
+
+@pytest.mark.parametrize("what", AS_THERE)
+def test_a_key_means_what_transformers_takes_it_for(what: str, tmp_path: Path) -> None:
+    name, changes = AS_THERE[what]
+    saved(name, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **how).eval()
+    place = locate(str(tmp_path), "from")
+    ours = load_model(place, read_model(place))
+    with torch.no_grad():
+        wanted = theirs(IDS).logits
+    assert (our_logits(ours, IDS) - wanted).abs().max() <= WITHIN * wanted.abs().max()
+
+
 def test_bf16_weights_are_read_as_they_are(tmp_path: Path) -> None:
     theirs = saved("qwen3_tied", tmp_path / "hf").to(torch.bfloat16)
     theirs.save_pretrained(tmp_path / "bf16")
