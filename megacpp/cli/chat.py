@@ -90,7 +90,8 @@ def typed() -> Iterator[str]:
         print("> " if shows else "", end="", flush=True)
         try:
             line = sys.stdin.readline()
-        except UnicodeDecodeError:
+            line.encode()  # without a locale, bytes that aren't UTF-8 come as halves of surrogates
+        except UnicodeError:
             raise config_error("message", "", "isn't UTF-8", "convert it, iconv -t UTF-8") from None
         if not line:
             break

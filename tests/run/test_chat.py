@@ -116,9 +116,11 @@ def test_mistakes_are_one_line(
     assert talk(monkeypatch, folder, "hello " * 90) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: max-tokens=8: leaves 56 tokens for a message of ")
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
-    assert main(["chat", str(folder)]) == 2
-    assert "error: message=: isn't UTF-8. Fix: " in capsys.readouterr().err
+    for errors in ("strict", "surrogateescape"):  # with a locale, and in one that is called C
+        lines = io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8", errors)
+        monkeypatch.setattr("sys.stdin", lines)
+        assert main(["chat", str(folder)]) == 2
+        assert "error: message=: isn't UTF-8. Fix: " in capsys.readouterr().err
     plain = CorpusTokenizer.load(folder / "final/tokenizer.json")
     plain.template = ""
     (tmp_path / "final").mkdir()
