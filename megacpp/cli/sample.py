@@ -149,7 +149,7 @@ def read_prompts(args: SampleArgs) -> list[str]:
     if args.prompt:
         raise config_error(key, path, "is given beside --prompt", "give one of them")
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "isn't UTF-8"
         raise config_error(key, path, f"can't be read ({why})", "give a text file") from None
@@ -160,11 +160,10 @@ def read_prompts(args: SampleArgs) -> list[str]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+            prompt = json.loads(line)["prompt"]
+            prompt.encode()  # not half of a surrogate pair
+        except (AttributeError, LookupError, TypeError, ValueError):
             rule = f"line {number} isn't an object with a text `prompt`"
-            raise config_error(key, path, rule, 'write {"prompt": "..."}')
-        found.append(row["prompt"])
+            raise config_error(key, path, rule, 'write {"prompt": "..."}') from None
+        found.append(prompt)
     return found

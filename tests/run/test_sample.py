@@ -343,7 +343,8 @@ def test_prompts_of_a_file(
 ) -> None:
     prompts = ["int main()", "return", "{ return 0; }", "int"]
     (tmp_path / "p.txt").write_text("\n".join(prompts) + "\n\n")
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    marked = "\ufeff" + "".join(json.dumps({"prompt": p}) + "\n" for p in prompts)  # as on Windows
+    (tmp_path / "p.jsonl").write_text(marked)
     words = [str(run_folder), "--max-tokens", "9", "--top-p", "0.9", "--seed", "3"]
     found = []
     for name, batch in (("p.txt", "16"), ("p.jsonl", "3")):
@@ -367,6 +368,7 @@ def test_prompts_of_a_file(
         (["--prompts", "nowhere"], "prompts=nowhere: can't be read (No such file or directory)"),
         (["--prompts", "{run}/empty"], "has no line. Fix: write one prompt a line."),
         (["--prompts", "{run}/bad.jsonl"], "line 2 isn't an object with a text `prompt`"),
+        (["--prompts", "{run}/half.jsonl"], "line 1 isn't an object with a text `prompt`"),
         (["--prompts", "x", "--prompt", "y"], "prompts=x: is given beside --prompt"),
         (["--stop", "[1]"], "stop=[1]: must be texts that aren't empty"),
         (["--top-p", "0"], "top_p=0.0: must be in (0, 1]"),
@@ -378,6 +380,7 @@ def test_wrong_prompts_and_stops(
 ) -> None:
     (run_folder / "empty").write_text("\n \n")
     (run_folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    (run_folder / "half.jsonl").write_text('{"prompt": "\\ud800"}\n')  # of a surrogate pair
     given = [word.format(run=run_folder) for word in words]
     code, out, err = command(capsys, str(run_folder), *given)
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
