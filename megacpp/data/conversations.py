@@ -120,6 +120,7 @@ class ChatTemplate:
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._special = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         self._words = {"bos_token": names[marks.bos], "eos_token": names[marks.eos]}
+        self._words |= {"tools": None, "documents": None}  # as transformers: defined, and none
         self._jinja: Any = importlib.import_module("jinja2")  # of torch's own requirements
         sandbox: Any = importlib.import_module("jinja2.sandbox")
         environment = sandbox.ImmutableSandboxedEnvironment(

@@ -41,6 +41,24 @@ def test_a_template_of_the_tokenizer_is_read_as_transformers_reads_it(
     assert template.end == theirs.convert_tokens_to_ids("<|im_end|>")
 
 
+ASKS = "{{ NAME is defined }} {{ NAME is none }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_what_a_talk_lacks_is_none_as_for_transformers(
+    name: str, chatml: Path, tmp_path: Path
+) -> None:
+    """Templates ask whether it is none, or defined, before they write what comes of it."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = CorpusTokenizer.load(chatml / "tokenizer.json")
+    tokenizer.template = ASKS.replace("NAME", name)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    found = ChatTemplate(tokenizer).render(TALK[1:3])
+    assert found.startswith("True True")
+    assert theirs.apply_chat_template(TALK[1:2], tokenize=False)[:9] == found[:9]
+
+
 def test_a_template_file_goes_before_the_configuration(chatml: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(chatml, tmp_path / "named"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
