@@ -119,8 +119,10 @@ class ChatTemplate:
         self._ids = {name: i for i, name in names.items() if name}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._special = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
-        self._words = {"bos_token": names[marks.bos], "eos_token": names[marks.eos]}
+        self._words = {"eos_token": names[marks.eos]}
         self._words |= {"tools": None, "documents": None}  # as transformers: defined, and none
+        if tokenizer.names_bos:
+            self._words["bos_token"] = names[marks.bos]
         self._jinja: Any = importlib.import_module("jinja2")  # of torch's own requirements
         sandbox: Any = importlib.import_module("jinja2.sandbox")
         environment = sandbox.ImmutableSandboxedEnvironment(

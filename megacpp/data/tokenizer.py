@@ -53,6 +53,7 @@ class CorpusTokenizer:
         vocab_size: one more than the largest id.
         template: chat template; empty if there is none.
         opening: ids that transformers puts in front of a text.
+        names_bos: whether a chat template has a start token: a given configuration may name none.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class CorpusTokenizer:
         inner.no_truncation()
         inner.no_padding()
         self.inner, self.specials, self.template = inner, specials, template
-        self.opening = opening_ids(inner, specials, config_values(given[1]))
+        values = config_values(given[1])
+        self.opening = opening_ids(inner, specials, values)
+        self.names_bos = not values or "bos" in named_tokens(values)
         self._given = given  # texts of its two files, which are saved as they came
         self.vocab_size = max(inner.get_vocab().values()) + 1
         self._state = json.loads(inner.to_str())

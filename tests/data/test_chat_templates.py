@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megacpp.data.conversations import DATED, ONLY_LAST, ChatTemplate
+from megacpp.data.conversations import DATED, ONLY_LAST, SIMPLE, ChatTemplate
 from megacpp.data.corpus import Corpus
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.tokenizer import CorpusTokenizer
@@ -57,6 +57,31 @@ def test_what_a_talk_lacks_is_none_as_for_transformers(
     found = ChatTemplate(tokenizer).render(TALK[1:3])
     assert found.startswith("True True")
     assert theirs.apply_chat_template(TALK[1:2], tokenize=False)[:9] == found[:9]
+
+
+BEGINS = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [BEGINS, SIMPLE])
+@pytest.mark.parametrize("bos", [None, "<|im_start|>"])
+def test_a_talk_begins_as_for_transformers(
+    template: str, bos: str | None, chatml: Path, tmp_path: Path
+) -> None:
+    """Without a start token in the configuration a template writes none, not the end token."""
+    transformers = pytest.importorskip("transformers")
+    config = {"bos_token": bos, "eos_token": "<|endoftext|>", "model_max_length": 64}
+    shutil.copy(chatml / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = CorpusTokenizer.load(tmp_path / "tokenizer.json")
+    tokenizer.template = template
+    (tmp_path / "out").mkdir()
+    write_tokenizer(tokenizer, tmp_path / "out", 64)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    talk = [{"role": role, "content": role} for role in ("user", "assistant")]
+    wanted = theirs.apply_chat_template(talk, tokenize=False)
+    assert wanted.startswith("user" if bos is None else "<|im_start|>user")
+    for one in (tokenizer, CorpusTokenizer.load(tmp_path / "out" / "tokenizer.json")):
+        assert ChatTemplate(one).render(talk) == wanted
 
 
 def test_a_template_file_goes_before_the_configuration(chatml: Path, tmp_path: Path) -> None:
