@@ -88,15 +88,16 @@ def of_other_splits(names: Sequence[str]) -> list[str]:
 
     Their names or folders have a word such as `test` or `validation`, and another's has `train`.
     """
-    records = [name for name in names if name.endswith(RECORD_SUFFIXES)]
+    records = [name for name in names if name.lower().endswith(RECORD_SUFFIXES)]
     if not any(TRAIN.search(name) for name in records):
         return []
     return [name for name in records if OTHERS.search(name) and not TRAIN.search(name)]
 
 
 def suffix(path: Path) -> str:
-    """Return a suffix such as `.txt` or `.jsonl.gz`, or the name of a file without a suffix."""
-    whole = next((s for s in RECORD_SUFFIXES if path.name.endswith(s)), path.suffix.lower())
+    """Return a suffix such as `.txt` or `.jsonl.gz`, lower-case, or the name of a file without."""
+    name = path.name.lower()
+    whole = next((s for s in RECORD_SUFFIXES if name.endswith(s)), path.suffix.lower())
     return whole or path.name
 
 

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megacpp.data.conversations import FIX, is_conversation, messages_of
-from megacpp.data.files import RECORD_SUFFIXES
+from megacpp.data.files import RECORD_SUFFIXES, suffix
 from megacpp.data.streams import stream_records
 from megacpp.errors import DataError, did_you_mean
 from megacpp.urls import STREAMED
@@ -55,9 +55,9 @@ def read_file(path: Path, field: str, longest: int) -> Iterator[SourceDocument]:
     try:
         if str(path).startswith(STREAMED):
             yield from _cut_texts(_stream(str(path), field), longest)
-        elif path.name.endswith((".parquet", ".arrow")):
+        elif suffix(path) in (".parquet", ".arrow"):
             yield from _cut_texts(_table(path, field), longest)
-        elif path.name.endswith(RECORD_SUFFIXES):
+        elif suffix(path) in RECORD_SUFFIXES:
             yield from _cut_texts(_json_lines(path, field), longest)
         else:
             yield from _text_file(path, longest)
@@ -117,7 +117,7 @@ def _cut(raw: bytes, longest: int) -> int:
 
 def _json_lines(path: Path, field: str) -> Iterator[SourceDocument]:
     readers = {".zst": _zst_lines, ".gz": _gz_lines}
-    lines = readers.get(path.suffix, _plain_lines)(path)
+    lines = readers.get(path.suffix.lower(), _plain_lines)(path)
     for number, (raw, read_bytes) in enumerate(lines, start=1):
         raw = raw.removeprefix(BOM_UTF8) if number == 1 else raw  # no part of the first record
         if not raw.strip():
@@ -238,7 +238,7 @@ def _zst_pieces(path: Path) -> Iterator[tuple[bytes, int]]:
 def _table(path: Path, field: str) -> Iterator[SourceDocument]:
     """Yield the rows of a Parquet or an Arrow file."""
     arrow = _optional("pyarrow", path)
-    kind = path.suffix[1:]
+    kind = suffix(path)[1:]
     try:
         if kind == "parquet":
             with importlib.import_module("pyarrow.parquet").ParquetFile(path) as file:

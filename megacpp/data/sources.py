@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files, saved_files
+from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files, saved_files, suffix
 from megacpp.data.readers import SourceDocument, read_file
 from megacpp.data.remote import RemoteFiles, remote_files
 from megacpp.data.streams import stream_facts
@@ -157,7 +157,7 @@ def read_items(source: Source, field: str = "") -> Iterator[SourceDocument]:
 
 
 def _plain(path: Path) -> bool:
-    return not path.name.endswith(RECORD_SUFFIXES)
+    return suffix(path) not in RECORD_SUFFIXES
 
 
 def _torch_version() -> str:

@@ -1,3 +1,4 @@
+import gzip
 import importlib
 import json
 import os
@@ -126,6 +127,17 @@ def test_every_kind_gives_the_same_corpus(
     assert fingerprint(made) == fingerprint(ensure_corpus(spec, corpus_path).index)
     size = path.stat().st_size
     assert sum(i.read_bytes for i in items(path, "code")) == pytest.approx(size, rel=0.01)
+
+
+def test_capitals_in_a_suffix_are_no_other_kind(tmp_path: Path) -> None:
+    """A folder counted such files as records and read them as plain text."""
+    rows = ["one", "two"]
+    write_jsonl(tmp_path / "A.JSONL", rows)
+    write_parquet(tmp_path / "B.Parquet", {"text": rows})
+    raw = (tmp_path / "A.JSONL").read_bytes()
+    (tmp_path / "C.JSONL.GZ").write_bytes(gzip.compress(raw))
+    assert texts(tmp_path / "A.JSONL") == texts(tmp_path / "C.JSONL.GZ") == rows
+    assert [one.text for one in items(tmp_path, globs=())] == rows * 3
 
 
 def test_a_folder_may_hold_records(tmp_path: Path) -> None:
