@@ -15,16 +15,13 @@ from statistics import NormalDist
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.config.schema import ModelConfig
 
-# Of numbers that are cut off to whole ones: 8 (1 - 0.8) / 0.8 is 1.9999999999999996 in floats.
-DECIMALS = 6
+DECIMALS = 6  # of a number that is cut off: 8 (1 - 0.8) / 0.8 is 1.9999999999999996 in floats
 
 
 def null_copies(moe: MoEConfig) -> int:
     """Null experts in the pool: they are 1 - rho of it, rounded down."""
     rho = moe.null_rho
-    if rho >= 1:
-        return 0
-    return max(1, int(round(moe.num_experts * (1 - rho) / rho, DECIMALS)))
+    return 0 if rho >= 1 else max(1, int(round(moe.num_experts * (1 - rho) / rho, DECIMALS)))
 
 
 def open_experts(moe: MoEConfig) -> int:

@@ -232,5 +232,4 @@ def expert_capacity(tokens: int, moe: MoEConfig) -> int:
     Of null experts there are none: top_k is how many real ones a token chooses on average.
     """
     assert moe.capacity_factor is not None
-    share = tokens * moe.top_k / moe.num_experts
-    return math.ceil(round(share * moe.capacity_factor, DECIMALS))
+    return math.ceil(round(tokens * moe.top_k / moe.num_experts * moe.capacity_factor, DECIMALS))

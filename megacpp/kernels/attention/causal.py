@@ -196,8 +196,6 @@ def _sdpa(
         from megacpp.kernels.attention.padded import pad_to_one_dim, padded_attention
 
         if not torch.compiler.is_compiling() and q_BTNH.numel() and k_BSKH.numel():
-            if mask is not None and mask.dtype == torch.bool:
-                mask = _additive(mask, q_BTNH.dtype)
             return padded_attention(q_BTNH, k_BSKH, v_BSKV, mask, scale, causal)
         q_BTNH, k_BSKH, v_BSKV = pad_to_one_dim(q_BTNH, k_BSKH, v_BSKV)
     if mask is not None and q_BTNH.is_cuda and q_BTNH.shape[2] != k_BSKH.shape[2]:

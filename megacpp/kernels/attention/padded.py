@@ -30,10 +30,13 @@ def padded_attention(
         q_BTNH: queries.
         k_BSKH: keys.
         v_BSKV: values.
-        mask: additive `[B, 1, T, S]`, in the dtype of the queries; None: none.
+        mask: `[B, 1, T, S]`, bool or additive in the dtype of the queries; None: none.
         scale: factor of q . k.
         causal: nothing looks at a later key.
     """
+    if mask is not None and mask.dtype == torch.bool:
+        hidden = torch.zeros_like(mask, dtype=q_BTNH.dtype)
+        mask = hidden.masked_fill_(~mask, float("-inf"))
     return _PaddedAttention.apply(q_BTNH, k_BSKH, v_BSKV, mask, scale, causal)  # type: ignore[return-value]
 
 
