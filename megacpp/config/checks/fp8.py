@@ -86,6 +86,8 @@ def fp8_blocks(config: Config) -> list[int]:
 
 def fp8_weights(config: Config) -> dict[int, frozenset[str]]:
     """Return the names in the mixer of linear layers, and `experts`, in FP8, by layer."""
+    if config.precision.fp8 == "off":
+        return {}
     shapes, letters = fp8_layers(config.model), _letters(config.model)
     experts = {"experts"} if fp8_experts(config.model) else set()
     return {
