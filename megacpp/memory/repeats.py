@@ -15,13 +15,14 @@ _times = [1.0]
 @contextmanager
 def standing_for(times: float) -> Iterator[None]:
     """Have what runs inside of the context stand for as many runs; nested loops multiply."""
-    _times.append(_times[-1] * times)
+    before = _times[0]
+    _times[0] = before * times
     try:
         yield
     finally:
-        _times.pop()
+        _times[0] = before
 
 
 def repeats() -> float:
     """Return how many runs the one that goes on stands for."""
-    return _times[-1]
+    return _times[0]
