@@ -152,12 +152,12 @@ def test_prose_that_repeats_an_old_figure_is_named(tmp_path: Path) -> None:
     chapter = tmp_path / "00-x.md"
     block = "```python\nprint(77.3, 5, 12)\n```\n\n```output\n83.0 5 12\n```\n"
     chapter.write_text(f"A step takes 83.0 ms, 12 of them wait.\n\n{block}")
-    (tmp_path / "01-y.md").write_text("At 83 ms a step, 830 steps.\n\n```text\n83\n```\n")
+    (tmp_path / "01-y.md").write_text("At 83 ms a step, 83 steps.\n\n```text\n83 ms\n```\nIn 83.\n")
     with pytest.warns(UserWarning) as warned:
         run_chapter(chapter, update=True)
     assert [str(w.message) for w in warned] == [
-        "00-x.md:1: is 83, 83.0 still so? A step takes 83.0 ms, 12 of them wait.",
-        "01-y.md:1: is 83 still so? At 83 ms a step, 830 steps.",
+        "00-x.md:1: is 83.0 still so? A step takes 83.0 ms, 12 of them wait.",
+        "01-y.md:1: is 83 still so? At 83 ms a step, 83 steps.",
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
