@@ -31,6 +31,12 @@ WRONG: list[tuple[str, str, str, int]] = [
         1,
     ),
     (
+        f"{SPARSE} --model.attention.rope-fraction 0.5 {PREFIX}head-dim 6",
+        "model.attention.sparse.head_dim=6",
+        "rope_fraction=0.5 takes 3 of it. Fix: use --model.attention.sparse.head-dim 8",
+        1,
+    ),
+    (
         f"{SPARSE} --mesh.cp 2 --mesh.cp-attention ring",
         "mesh.cp_attention=ring",
         "use --mesh.cp-attention all_gather",

@@ -106,7 +106,7 @@ def checks(config: Config) -> Iterator[ConfigError]:
             "rotary pairs need an even number",
             _even(a.head_dim),
         )
-    elif int(a.head_dim * a.rope_fraction) % 2 or a.head_dim * a.rope_fraction < 2:
+    elif odd_rotation(a.head_dim, a.rope_fraction):
         yield config_error(
             "model.attention.rope_fraction",
             a.rope_fraction,
@@ -114,6 +114,11 @@ def checks(config: Config) -> Iterator[ConfigError]:
             f"{int(a.head_dim * a.rope_fraction)}",
             "use model.attention.rope_fraction=1",
         )
+
+
+def odd_rotation(dim: int, fraction: float) -> bool:
+    """Return whether the rotated part of a head of `dim` dims isn't made of pairs, or is empty."""
+    return int(dim * fraction) % 2 == 1 or dim * fraction < 2
 
 
 def check_heads(config: AttentionConfig) -> None:

@@ -141,7 +141,10 @@ class IndexHeadWeights(Fp32Contract):
 
 
 def index_rope_dim(config: AttentionConfig) -> int:
-    """Return the dims of an indexer head that rotate: as in MLA, or all for grouped queries."""
+    """Return the dims of an indexer head that rotate: as in MLA, or all for grouped queries.
+
+    Of all, `rope_fraction` turns the same part as of a query.
+    """
     return config.qk_rope_head_dim if config.kind == "mla" else config.sparse.head_dim
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megacpp.blocks.attention.checks import odd_rotation
 from megacpp.config.schema import Config, ModelConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import block_letters, layer_kinds, named_ranks
@@ -29,6 +30,16 @@ def sparse_rules(config: Config) -> Iterator[ConfigError]:
             sparse.head_dim,
             f"holds {rotated}, and must be even",
             f"use {max(least, sparse.head_dim + sparse.head_dim % 2)}",
+        )
+    elif a.kind == "gqa" and odd_rotation(sparse.head_dim, a.rope_fraction):
+        wider = range(sparse.head_dim + 2, sparse.head_dim + 2048, 2)
+        fits = [dim for dim in wider if not odd_rotation(dim, a.rope_fraction)]
+        yield config_error(
+            f"{KEY}.head_dim",
+            sparse.head_dim,
+            f"rotary pairs need an even number of dims, model.attention.rope_fraction="
+            f"{a.rope_fraction:g} takes {int(sparse.head_dim * a.rope_fraction)} of it",
+            f"use {fits[0]}" if fits else "use model.attention.rope_fraction=1",
         )
     strange = set(_ranks(config.model, "own")) - set(_ranks(config.model, "layers"))
     if strange:
