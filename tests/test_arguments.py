@@ -377,6 +377,12 @@ def test_rows_longer_than_the_model_says_are_noted() -> None:
     assert parse_run([*longer, "--model.pattern", "MF"], 1).notes == ()
 
 
+@pytest.mark.parametrize("letters", ["ae", "FF --model.mtp.depths 1"])
+def test_qk_clip_is_for_all_that_attends(letters: str) -> None:
+    clipped = "tiny --optim.qk-clip 100 --model.attention.no-qk-norm --model.depth 2"
+    assert parse_run(f"{clipped} --model.pattern {letters}".split(), 1).config.optim.qk_clip == 100
+
+
 def test_replicas_without_shards_are_noted() -> None:
     given = "tiny --mesh.dp-replicate 2 --mesh.cp".split()
     assert parse_run([*given, "2"], 4).notes == ()

@@ -72,6 +72,7 @@ WRONG: list[tuple[str, str, str]] = [
     ),
     ("tiny --optim.qk-clip 100", "optim.qk_clip=100.0", "qk_norm"),
     ("tiny --optim.qk-clip 100 --model.pattern MF", "optim.qk_clip=100.0", "no attention"),
+    ("tiny --optim.qk-clip 1 --model.pattern MFA --model.depth 2", "optim.qk_clip=1.0", "2 layers"),
     ("tiny --optim.adamw-layers wo,o_proj", "optim.adamw_layers=o_proj", "use some of"),
     ("tiny --optim.adamw-state 2bit", "optim.adamw_state=2bit", "fp32, 8bit, 4bit, cpu_offload"),
     (

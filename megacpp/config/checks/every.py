@@ -25,6 +25,7 @@ from megacpp.config.schema import Config, RunConfig, TrainConfig
 from megacpp.config.settings import field_name, flatten, settings_of
 from megacpp.errors import ConfigError, config_error
 from megacpp.kernels.selection import kernel_rules
+from megacpp.model.pattern import block_letters
 from megacpp.model.regions import compiled_budget
 from megacpp.model.stages import chunk_rules, enough_microbatches, pipeline_rules
 from megacpp.urls import is_url
@@ -315,14 +316,19 @@ def _precision(config: Config) -> Iterator[ConfigError]:
 
 
 def _optimizer(config: Config) -> Iterator[ConfigError]:
-    optim, attention = config.optim, config.model.attention
+    optim, model = config.optim, config.model
+    attention = model.attention
     if not optim.qk_clip:
         return
-    if "A" not in config.model.pattern:
+    try:
+        letters = block_letters(model.pattern, model.depth)
+    except ConfigError:
+        return  # reported by the rules of the model
+    if "A" not in letters and not model.mtp.depths:  # whose blocks attend
         yield config_error(
             "optim.qk_clip",
             optim.qk_clip,
-            f"model.pattern={config.model.pattern} has no attention",
+            f"model.pattern={model.pattern} has no attention in {model.depth} layers",
             "use optim.qk_clip=0",
         )
     elif attention.kind == "gqa" and attention.qk_norm:
