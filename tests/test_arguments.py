@@ -369,10 +369,11 @@ def test_help_takes_less_than_a_second_and_no_torch(command: str) -> None:
 
 def test_rows_longer_than_the_model_says_are_noted() -> None:
     longer = ["dense_110m", "--data.seq-len", "8192"]
-    assert parse_run(longer, 1).notes == (
+    lower = [*longer, "--model.pattern", "af"]
+    assert parse_run(longer, 1).notes == parse_run(lower, 1).notes == (
         "rows have 8,192 tokens, model.attention.max_seq_len=4096: an export, chat and tasks keep "
         "to that, raise it too",
-    )
+    )  # fmt: skip
     assert parse_run([*longer, "--model.attention.max-seq-len", "8192"], 1).notes == ()
     assert parse_run([*longer, "--model.pattern", "MF"], 1).notes == ()
 

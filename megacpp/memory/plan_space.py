@@ -193,7 +193,7 @@ def padded_dispatch(config: Config, world: int, fixed: Collection[str] = ()) -> 
     moe, mesh = config.model.moe, config.mesh
     other = replace(config, mesh=replace(mesh, ep_dispatch="padded"))
     if (
-        "E" not in config.model.pattern
+        "E" not in config.model.pattern.upper()
         or mesh.ep == 1
         or mesh.ep_dispatch != "per_rank"
         or moe.capacity_factor is not None

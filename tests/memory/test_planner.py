@@ -234,13 +234,15 @@ def test_experts_rows_are_padded_where_that_fits() -> None:
     """
     fixed = ("mesh.tp", "mesh.cp", "mesh.pp", "mesh.dp_replicate", "mesh.ep")
 
-    def chosen(ep: int, more: int, *also: str, top_k: int = 6) -> set[str]:
+    def chosen(ep: int, more: int, *also: str, top_k: int = 6, lower: bool = False) -> set[str]:
         def needs(config: Config, *rest: object) -> MemoryEstimate:
             point = 100 + more * (config.mesh.ep_dispatch == "padded")
             return MemoryEstimate({}, {}, "", {}, 0, point, point, 150, ())
 
         base = small(moe=replace(tiny().model.moe, top_k=top_k))
         given = replace(base, mesh=replace(base.mesh, tp=1, cp=1, pp=1, dp_replicate=1, ep=ep))
+        if lower:
+            given = replace(given, model=replace(base.model, pattern=base.model.pattern.lower()))
         found = plan(given, 8, 150, 8 * SEQ, (*fixed, *also), needs).candidates
         assert all(
             (c.knobs().get("mesh.ep_dispatch", "per_rank")) == c.config.mesh.ep_dispatch
@@ -252,6 +254,7 @@ def test_experts_rows_are_padded_where_that_fits() -> None:
         return {c.config.mesh.ep_dispatch for c in found}
 
     assert chosen(2, more=0) == chosen(2, more=20) == {"padded"}
+    assert chosen(2, more=0, lower=True) == {"padded"}
     assert chosen(1, more=0) == {"per_rank"}
     assert chosen(2, more=100) == chosen(8, more=0) == {"per_rank"}
     assert chosen(2, more=0, top_k=2) == {"per_rank"}

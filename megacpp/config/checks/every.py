@@ -96,7 +96,7 @@ def surprises(config: Config, final: Config) -> Iterator[str]:
             f"ranks share parameters as with mesh.dp_shard={mesh.dp_replicate}"
         )
     longest = final.model.attention.max_seq_len
-    if final.data.seq_len > longest and "A" in final.model.pattern:
+    if final.data.seq_len > longest and "A" in final.model.pattern.upper():
         yield (
             f"rows have {final.data.seq_len:,} tokens, model.attention.max_seq_len={longest}: an "
             "export, chat and tasks keep to that, raise it too"
