@@ -130,6 +130,13 @@ def test_groups_end_with_stages() -> None:
     assert stream_groups(config) == [range(4), range(4, 8)]
 
 
+def test_groups_end_behind_an_ngram_memory() -> None:
+    config = config_of(mhc_group_size=100)
+    memory = replace(config.model.engram, layers="1")  # the second A block
+    found = stream_groups(replace(config, model=replace(config.model, engram=memory)))
+    assert found == [range(7), range(7, 8)]  # of AEMRFEAEM, whose last layer is in none
+
+
 @pytest.mark.parametrize("streams", [2, 4])
 @pytest.mark.parametrize("layers", [1, 5, 24, 51])
 def test_the_chosen_size_needs_fewest_numbers(streams: int, layers: int) -> None:

@@ -33,6 +33,8 @@ RUNS = [
     Run("everything_mla", mesh(cp=2), recompute=SELECTIVE),
     Run("everything", mesh(dp_shard=2, ep=2), recompute=SELECTIVE),
     Run("everything", mesh(pp=2), accum=4, evaluate=True),
+    # weights that a later layer's backward doesn't find
+    Run("everything", mesh(dp_shard=2, reshard="always"), accum=2, recompute=SELECTIVE),
     Run("everything_mla", mesh(cp=2, tp=2), recompute=PER_BLOCK),
     Run("everything_mla", mesh(dp_shard=2, tp=2, ep=4)),
     Run("everything", mesh(pp=2, tp=2, dp_shard=2, ep=2), accum=2, recompute=PER_BLOCK),

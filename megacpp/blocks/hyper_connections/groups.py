@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 
 from megacpp.config.schema import Config
+from megacpp.model.pattern import layer_kinds
 from megacpp.model.stages import num_stages, split_layers
 
 
@@ -44,19 +45,24 @@ def places_in_groups(config: Config) -> list[InGroup | None]:
 def stream_groups(config: Config) -> list[range]:
     """Return groups in layer order, within pipeline stages; never with the last layer of the model.
 
-    There are none without hyper-connections, where the policy turns them off, and where the
-    compiler or Transformer Engine decides what a block saves.
+    A layer with an Engram is the last of its group: what it adds to the streams takes weights to
+    make again, which FSDP may have freed when a later layer asks. There are no groups without
+    hyper-connections, where the policy turns them off, and where the compiler or Transformer Engine
+    decides what a block saves.
     """
     model, size = config.model, config.recompute.mhc_group_size
     decided = config.train.compile != "off" or config.precision.fp8 == "te"
     if model.mhc.streams == 1 or size < 0 or decided:
         return []
-    mesh, found = config.mesh, []
+    mesh, kinds, found = config.mesh, layer_kinds(model), list[range]()
     stages = num_stages(mesh.pp_schedule, mesh.pp) if mesh.pp > 1 else 1
     for stage in split_layers(model, stages):
         layers = range(stage.start, min(stage.stop, model.depth - 1))
-        step = size or group_size(model.mhc.streams, len(layers))
-        found += [layers[first : first + step] for first in range(0, len(layers), step)]
+        step, first = size or group_size(model.mhc.streams, len(layers)), layers.start
+        for end in range(layers.start + 1, layers.stop + 1):
+            if end in (first + step, layers.stop) or "+engram" in kinds[end - 1]:
+                found.append(range(first, end))
+                first = end
     return found
 
 
