@@ -114,7 +114,7 @@ ENTRIES: dict[str, tuple[int, str, str, str]] = {
 GROUPS = (
     ("run", 1, "FFF", "tasks fim"),
     ("model", 1, "FFF", "dim 128; depth 6; vocab-size 2048; tie-embeddings false; pattern MFF;"
-     " logit-softcap 30"),
+     " logit-softcap 30; post-norm true"),
     ("model.attention", 1, "AFF", "num-heads 8; num-kv-heads 1; head-dim 32; qk-norm false;"
      " qk-norm-wide true; qkv-bias true; output-gate true; softcap 30"),
     ("model.attention", 1, "AFF --model.attention.no-qk-norm", "kind mla"),
@@ -190,8 +190,7 @@ NO_BYTES = (
     ("precision", 2, f"{FP8_PATTERN} --precision.fp8-local-scales"
      " --precision.fp8-recipe tensorwise", "estimated as without it, which is more",
      "fp8-all-gather true"),
-    ("model", 1, "FFF", "numbers, and where a norm is, not how many",
-     "norm-eps 1e-6; z-loss 0.1; init-std 0.1; post-norm true"),
+    ("model", 1, "FFF", "numbers", "norm-eps 1e-6; z-loss 0.1; init-std 0.1"),
     ("model.attention", 1, "AFF", "numbers, and a limit", "rope-theta 1000; rope-fraction 0.5;"
      " max-seq-len 64"),
     ("model.attention", 1, "AFF", "which keys are seen; no scores are saved", "window 8"),
