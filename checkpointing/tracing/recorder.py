@@ -220,10 +220,10 @@ class Recorder(Meter):
         name = self._names.get(id(module))
         if name is None or in_backward():
             return
-        if not name:
-            self.forward_ended = 0  # another microbatch
+        if not name or self._where() == (name, ""):
+            self.forward_ended = 0  # another microbatch, or one that a pipeline's stage begins
             self._back = ""
-        elif self._where() == (name, ""):
+        if name and self._where() == (name, ""):
             self.mark(f"forward {name}")
 
     def _enter_backward(self, part: str, grad: Tensor) -> None:

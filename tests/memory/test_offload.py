@@ -98,3 +98,13 @@ def test_the_peak_of_a_step(offload: str, size: int, monkeypatch: pytest.MonkeyP
     assert (1 - UNDER) * peak <= found <= (1 + (OVER if size == 1 else 0.01)) * peak
     # All of it is on its way; masks, and one process's copies of weights, are counted twice.
     assert found < with_window <= (1.1 if size == 1 else 1.01) * kept
+
+
+def test_each_microbatch_of_a_pipeline_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace counts none of what waits on the host, of whichever microbatch."""
+    flags = WIDE.replace("--model.depth 2", "--model.depth 6 --model.pattern FAFAFF")
+    words = f"{flags} --recompute.fblock full --recompute.offload saved_tensors --mesh.pp 2"
+    config = as_trained(parse_run([*words.split(), "--train.grad-accum", "4"], 4).config)
+    monkeypatch.setattr(simulation, "WINDOW_BYTES", 0)
+    peak = trace_step(config, 4, 3, full=True).peak()[1]
+    assert (1 - UNDER) * peak <= step_bytes(config, 4, 3).most <= (1 + OVER) * peak
