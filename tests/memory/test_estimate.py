@@ -34,6 +34,15 @@ WORDS = (
     "--data.seq-len 64 --train.device-batch-size 2 --optim.name adamw"
 ).split()
 PIPELINE = [*HYBRID, *"--model.depth 10 --mesh.pp 2 --train.grad-accum 4".split()]
+WORDS_FIRST = (
+    "tiny --model.pattern A --model.depth 4 --model.vocab-size 32003 --data.seq-len 64 "
+    "--train.device-batch-size 2 --train.tokens-per-step 0 --mesh.pp 2"
+).split()
+LOOPED_M = (
+    "tiny --model.pattern M --model.depth 6 --model.dim 512 --model.vocab-size 8191 "
+    "--data.seq-len 96 --train.device cpu --train.device-batch-size 2 --train.tokens-per-step 0 "
+    "--train.grad-accum 6 --mesh.pp 3 --mesh.pp-schedule looped_bfs"
+).split()
 WINDOWS = (
     "--train.device cpu --model.depth 8 --data.seq-len 1024 --model.attention.window 64 "
     "--model.attention.full-layers every:2 --model.attention.yarn.original-seq-len 256"
@@ -69,6 +78,9 @@ CASES: dict[str, Any] = {  # ranks, flags, and the rank if it isn't the first
     ),
     "first stage of two": (4, PIPELINE, 0),
     "last stage of two": (4, PIPELINE, 3),
+    "last stage of two, gathered twice": (4, [*PIPELINE, "--mesh.reshard", "always"], 3),
+    "reductions of a first stage": (4, [*WORDS_FIRST, "--train.grad-accum", "2"], 0),
+    "all forwards first": (6, LOOPED_M, 5),
     **{f"{x}, the last rank": (4, [*PIPELINE, "--mesh.pp-schedule", x], 3) for x in LOOPED},
     "both ways": (4, [*PIPELINE, "--mesh.pp-schedule", "dualpipe"], 0),
 }

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
+from megacpp.memory.estimate import estimate
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.pipeline import buffer_bytes, in_flight
+from tests.memory.test_estimate import OVER, UNDER
 
 SHAPE = "tiny --model.dim 32 --model.depth 8 --model.pattern AF --model.tie-embeddings false"
 
@@ -35,3 +38,16 @@ def test_what_a_rank_receives() -> None:
     one = 2 * 64 * 32 * 4
     received = [8, 8 * 2 + 1, 8 * 2 + 1, 8 + 1]
     assert [buffer_bytes(own) for own in sizes("1f1b")] == [n * one for n in received]
+
+
+@pytest.mark.parametrize("schedule", ["dualpipev", "zbv"])
+def test_neighbours_on_one_rank_keep_what_they_hand_on(schedule: str) -> None:
+    """Small models: a step's results and gradients outlive it on the rank at the bottom of a V."""
+    flags = "tiny --model.pattern F --model.depth 4 --model.vocab-size 256 --data.seq-len 512"
+    flags += f" --mesh.pp 2 --mesh.pp-schedule {schedule} --recompute.fblock full"
+    flags += " --train.tokens-per-step 0 --train.grad-accum 8 --optim.name adamw"
+    config = parse_run(flags.split(), 2).config
+    stream, found = trace_step(config, 2, 1), estimate(config, 2, 1)
+    clip = max(now for at, now in enumerate(stream.timeline()) if stream.where(at) == "clip")
+    assert (1 - UNDER) * clip <= found.moments["clip"] <= (1 + OVER) * clip
+    assert (1 - UNDER) * stream.peak()[1] <= found.tensors

@@ -86,7 +86,7 @@ def layers_of(
                 backward += (PeakPoint("sum of gradients", table, table),)
             unsaved = stream if part is not None and not part.reached else form.takes
             if unsaved and layers:
-                layers[-1] = _without_output(layers[-1], unsaved)
+                layers[-1] = without_output(layers[-1], unsaved)
             layers.append(
                 Layer(
                     kind if number < 0 else f"layer {number} ({kind})",
@@ -108,7 +108,7 @@ def layers_of(
     return _within(found, int(config.recompute.offload_host_gib * 2**30))
 
 
-def _without_output(layer: Layer, taken: int) -> Layer:
+def without_output(layer: Layer, taken: int) -> Layer:
     """Return a layer whose output is passed on, not saved: the next one moves it to the host.
 
     Or it has no gradient, in the warm-up of sparse attention.

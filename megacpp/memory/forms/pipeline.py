@@ -15,12 +15,18 @@ from dataclasses import astuple, dataclass, replace
 
 from megacpp.config.schema import KEEP
 from megacpp.memory.forms.batch import mask_bytes
-from megacpp.memory.forms.layers import WALKS_APART
+from megacpp.memory.forms.layers import WALKS_APART, stream_bytes, without_output
 from megacpp.memory.forms.local_shapes import LocalShapes
-from megacpp.memory.forms.simulation import Layer, StepSimulation
+from megacpp.memory.forms.simulation import (
+    NEVER_AGAIN,
+    Layer,
+    StepSimulation,
+    flat_ahead,
+)
 from megacpp.memory.forms.units import TORCH, Unit
 from megacpp.model.stages import (
     BOTH_WAYS,
+    SPLIT_BACKWARD,
     V_SHAPED,
     microbatches_through,
     stage_parts,
@@ -43,47 +49,50 @@ def pipeline_step(
         root: unit of the parameters that stay in fp32.
         own: sizes of the rank.
     """
-    step.policy = replace(step.policy, again=False)
+    split = own.config.mesh.pp_schedule in SPLIT_BACKWARD  # parallel/pipeline.py keeps units whole
+    step.policy = replace(step.policy, again=step.policy.again and not split)
     if step.policy.sharded:
         step.gathered += root.gathered * step.policy.store
-    for stage in stages:
-        for layer in stage:
-            step.gather(layer.units.block)
-            step.gather(layer.units.experts)
-    step.flat = 0
     kinds = [{layer.kind for layer in stage} for stage in stages]
-    running = max(mask_bytes(own, few) for few in kinds)
-    # A graph that would run pieces again still holds the documents of the microbatch before.
-    running *= 1 if own.config.recompute == KEEP else 2
-    batch = step.base["batch"] - mask_bytes(own, set().union(*kinds)) + running
-    step.rest({**step.base, "batch": batch})
-    masks = [mask_bytes(own, few, saved=True) for few in kinds]
-    state = PipelineState(step, stages, masks)
-    seen = set[tuple[int, str, tuple[StageState, ...]]]()
+    batch = step.base["batch"] - mask_bytes(own, set().union(*kinds))
+    moved = step.base["communication"] - sum(sent_gradients(own)) * stream_bytes(own)
+    step.rest({**step.base, "batch": batch, "communication": moved})
+    if at_bottom(own):  # its first stage's results are what its second has received
+        (*before, last), second = stages
+        stages = [[*before, without_output(last, last.stream)], second]
+    state = PipelineState(step, stages, own)
+    # Of equal moments the last one, which has most gradients of inputs.
+    moments: dict[tuple[int, str, tuple[StageState, ...]], list[int]] = {}
     for place, kind in rank_actions(own):
-        moment = place, kind, tuple(state.now)
-        if moment not in seen:
-            seen.add(moment)
-            state.run(place, kind)
+        moments[place, kind, tuple(state.now)] = list(state.sent)
         state.after(place, kind)
-    state.reduce(root)
+    end = state.now, state.sent
+    for (place, kind, now), sent in moments.items():
+        state.now, state.sent = list(now), sent
+        state.run(place, kind)
+    state.now, state.sent = end
+    state.reduce_root(root)
 
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Microbatches and gradients that a stage holds between two actions.
+    """Microbatches, gradients and weights that a stage holds between two actions.
 
     Attributes:
         alive: microbatches of which a backward is still to come.
         halves: those of them whose gradients of weights alone are to come.
         wide: its gradients of earlier microbatches are summed in the dtype of the reduction.
         narrow: the last walk for weights left its gradients in the dtype of the computation.
+        whole: its weights are gathered.
+        reduced: its gradients are reduced, and its weights are shards again.
     """
 
     alive: int = 0
     halves: int = 0
     wide: bool = False
     narrow: bool = False
+    whole: bool = True
+    reduced: bool = False
 
 
 class PipelineState:
@@ -92,83 +101,118 @@ class PipelineState:
     Args:
         step: simulation that records the moments; its state is the one before the first action.
         stages: parts of each stage of the rank, in order.
-        masks: bytes of a microbatch's masks in each stage.
+        own: sizes of the rank.
+
+    Attributes:
+        now: state of each stage.
+        sent: number of gradients of its input that each stage still holds.
     """
 
     def __init__(
-        self, step: StepSimulation, stages: Sequence[Sequence[Layer]], masks: Sequence[int]
+        self, step: StepSimulation, stages: Sequence[Sequence[Layer]], own: LocalShapes
     ) -> None:
-        self.step, self.stages, self.masks = step, stages, masks
-        self.now = [StageState() for _ in stages]
+        self.step, self.stages = step, stages
+        kinds = [{layer.kind for layer in stage} for stage in stages]
+        self.masks = [mask_bytes(own, few, saved=True) for few in kinds]
+        self.running = [mask_bytes(own, few) for few in kinds]
+        # A graph that would run pieces again still holds the documents of the microbatch before.
+        self.before = 0 if own.config.recompute == KEEP else max(self.running)
         self.base, self.gathered = step.base, step.gathered
+        looped = len(stages) > 1  # then torch gathers all before the first forward
+        self.now = [StageState(whole=looped or not step.policy.again) for _ in stages]
+        self.sent, self.most = [0] * len(stages), sent_gradients(own)
+        self.stream = stream_bytes(own)
 
     def run(self, place: int, kind: str) -> None:
-        """Simulate an action of a stage: `F`, `B`, `I` or `W` (megacpp/speed/pipeline.py)."""
+        """Simulate an action of a stage: `F`, `B`, `I` or `W` (megacpp/speed/pipeline.py), or `R`.
+
+        `R` reduces its gradients.
+        """
         step, stage, state = self.step, self.stages[place], self.now[place]
         self._set(place, kind)
         if kind == "F":
             for layer in stage:
-                step.forward(layer, gathers=False)
+                step.forward(layer, gathers=not self._held(layer, state))
         elif kind == "B":
-            for layer in reversed(stage):
-                step.backward(layer, False, 0, state.wide, False, True)
+            for at, layer in reversed([*enumerate(stage)]):
+                gathers = layer.kind not in NEVER_AGAIN and not self._held(layer, state)
+                ahead = flat_ahead(stage[:at]) * step.policy.compute * (not state.whole)
+                step.backward(layer, gathers, ahead, state.wide, False, True)
         elif kind == "I":
             for layer in reversed(stage):
                 step.backward_inputs(layer, state.wide, state.narrow)
-        else:  # in the order of the parameters
+        elif kind == "W":  # in the order of the parameters
             for layer in stage:
                 step.backward_weights(layer, state.narrow)
+        else:
+            self._reduce(stage, state)
 
     def after(self, place: int, kind: str) -> None:
         """Count an action as done."""
-        alive, halves, wide, narrow = astuple(self.now[place])
+        alive, halves, wide, narrow, *_ = astuple(self.now[place])
         if kind == "F":
-            found = StageState(alive + 1, halves, wide, narrow)
+            found = StageState(alive + 1, halves, wide, narrow, not self.step.policy.again)
         elif kind == "B":
             found = StageState(alive - 1, halves, True, False)
         elif kind == "I":
             found = StageState(alive, halves + 1, wide or narrow, False)
-        else:
+        elif kind == "W":
             found = StageState(alive - 1, halves - 1, wide, True)
+        else:
+            found = StageState(reduced=True)
         self.now[place] = found
+        self.sent[place] = min(self.sent[place] + (kind in "BI"), self.most[place])
 
-    def reduce(self, root: Unit) -> None:
-        """Simulate the reductions of all gradients at the end of the step."""
+    def reduce_root(self, root: Unit) -> None:
+        """Simulate the reduction of the parameters that stay in fp32, at the end of the step."""
         step, name = self.step, "reductions"
         self._set(0, "")
-        step.see(name)
-        for stage, state in zip(self.stages, self.now, strict=True):
-            step.whole += self._gradients(stage, replace(state, wide=True, narrow=False))
-            step.whole -= self._gradients(stage, state)
-            for layer in stage:
-                for unit in (layer.units.experts, layer.units.block):
-                    if unit.whole:
-                        step.finish(name, unit, 0, True, True, True)
         step.scatter = root.gathered * step.policy.store
         step.see(name)
         step.whole = 0
         step.shards += root.own * step.policy.store
-        step.scatter = step.gathered = step.flat = 0
+        step.scatter = step.gathered = 0
+
+    def _reduce(self, stage: Sequence[Layer], state: StageState) -> None:
+        """Simulate the reductions of a stage behind its last backward."""
+        step, name = self.step, "reductions"
+        step.see(name)
+        step.whole += self._gradients(stage, replace(state, wide=True, narrow=False))
+        step.whole -= self._gradients(stage, state)
+        for layer in stage:
+            for unit in (layer.units.experts, layer.units.block):
+                if unit.whole:
+                    held = step.policy.sharded and self._held(layer, state)
+                    step.gathered -= held * unit.gathered * step.policy.compute
+                    step.reduce(name, unit, 0, True)
+        step.scatter = 0
 
     def _set(self, place: int, kind: str) -> None:
         """Set the simulation to the state before an action."""
-        step = self.step
-        step.kept, step.away, step.whole, step.passed = (0, 0, 0), 0, 0, 0
-        step.gathered = self.gathered
+        step, size, store = self.step, self.step.policy.compute, self.step.policy.store
+        step.kept, step.away, step.whole, step.shards = (0, 0, 0), 0, 0, 0
+        step.gathered, step.flat, step.passed = self.gathered, 0, 0
         waits = [state.alive for state in self.now]
         waits[place] = max(0, waits[place] - (kind != "F"))  # without the one that runs
         masks = sum(n * size for n, size in zip(waits, self.masks, strict=True))
-        step.rest({**self.base, "batch": self.base["batch"] + masks})
-        for at, (stage, state) in enumerate(zip(self.stages, self.now, strict=True)):
+        moved = self.base["communication"] + sum(self.sent) * self.stream
+        batch = self.base["batch"] + self.running[place] + self.before + masks
+        step.rest({**self.base, "batch": batch, "communication": moved})
+        for stage, state in zip(self.stages, self.now, strict=True):
             step.whole += self._gradients(stage, state)
-            once = state.alive > 0 and not (at == place and kind == "F")
             for layer in stage:
                 step.keep(layer, state.alive)
                 step.keep_halves(layer, state.halves)
-                step.gathered -= (state.alive - once) * layer.copies
-            # The gradient of its input waits with the graph.
-            a, b, c = step.kept
-            step.kept = a + state.halves * stage[0].stream, b, c
+                block, experts = layer.units.block, layer.units.experts
+                if step.policy.sharded and self._held(layer, state):
+                    step.gathered += (block.gathered + experts.gathered) * size
+                step.shards += state.reduced * (block.reduced + experts.reduced) * store
+
+    def _held(self, layer: Layer, state: StageState) -> bool:
+        """Return whether a part's weights are gathered between two actions."""
+        if not self.step.policy.again or layer.kind == "head":
+            return not state.reduced
+        return state.whole and not state.reduced and layer.kind not in NEVER_AGAIN
 
     def _gradients(self, stage: Sequence[Layer], state: StageState) -> int:
         """Return bytes of a stage's whole gradients."""
@@ -176,7 +220,7 @@ class PipelineState:
         moved = sum(x.experts.moved + x.block.moved for x in units)
         wide = sum(x.wide.whole for x in units) * self.step.policy.store
         summed = state.wide * moved * self.step.policy.store
-        first = (state.wide or state.narrow) * wide
+        first = (state.wide or state.narrow or state.reduced) * wide
         return summed + first + state.narrow * moved * self.step.policy.compute
 
 
@@ -187,7 +231,7 @@ def microbatches(own: LocalShapes) -> int:
 
 
 def rank_actions(own: LocalShapes) -> list[tuple[int, str]]:
-    """Return the actions of a rank in order: number of its stage, and kind.
+    """Return the actions of a rank in order: number of its stage, and kind; the last reduces.
 
     The gradients of the first stage have no input to begin with: torch makes all of them when
     those of its weights are due.
@@ -207,6 +251,9 @@ def rank_actions(own: LocalShapes) -> list[tuple[int, str]]:
             kind = "B" if (kind == "W") == waits else ""
         if kind:
             found.append((places[action.stage], kind))
+    last = {place: number for number, (place, _) in enumerate(found)}
+    for place, number in sorted(last.items(), key=lambda item: -item[1]):
+        found.insert(number + 1, (place, "R"))
     return found
 
 
@@ -215,7 +262,7 @@ def in_flight(own: LocalShapes) -> list[int]:
     found = [0] * stages_per_rank(own.config.mesh.pp_schedule)
     alive = list(found)
     for place, kind in rank_actions(own):
-        alive[place] += {"F": 1, "I": 0}.get(kind, -1)
+        alive[place] += {"F": 1, "I": 0, "R": 0}.get(kind, -1)
         found[place] = max(found[place], alive[place])
     return found
 
@@ -225,15 +272,29 @@ def buffer_bytes(own: LocalShapes) -> int:
     if own.config.mesh.pp == 1:
         return 0
     config, mesh = own.config, own.config.mesh
-    one = own.stream * config.model.mhc.streams * config.model.dim * own.compute
+    one = stream_bytes(own)
     parts = stage_parts(config.model, mesh, own.stage)
     inputs = gradients = microbatches(own)
     if BUFFERS_ON_RECEIPT and mesh.pp_schedule in ("gpipe", "1f1b"):
         gradients = 1
-    bottom = mesh.pp_schedule in V_SHAPED and own.stage == mesh.pp - 1  # its stages are neighbours
-    found = 0
-    for place, part in enumerate(parts):
-        # And the gradient of the input before, on its way.
-        found += (not part.first and not (bottom and place == 1)) * (inputs + 1)
-        found += (not part.last and not (bottom and place == 0)) * gradients
-    return found * one
+    found = sum((not p.first) * inputs + (not p.last) * gradients for p in parts)
+    return (found + sum(sent_gradients(own))) * one
+
+
+def sent_gradients(own: LocalShapes) -> list[int]:
+    """Return how many gradients of its input each stage of a rank holds when a step has ended.
+
+    Walks for gradients of inputs leave all in torch's buffers; whole backwards the one on its way.
+    """
+    actions = rank_actions(own)
+    parts = stage_parts(own.config.model, own.config.mesh, own.stage)
+    return [
+        0 if part.first or (place and at_bottom(own)) else max(1, actions.count((place, "I")))
+        for place, part in enumerate(parts)
+    ]
+
+
+def at_bottom(own: LocalShapes) -> bool:
+    """Return whether a rank's stages are neighbours: one receives what the other has made."""
+    mesh = own.config.mesh
+    return mesh.pp_schedule in V_SHAPED and own.stage == mesh.pp - 1

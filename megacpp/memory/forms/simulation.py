@@ -19,9 +19,11 @@ from typing import Any
 
 from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.memory.forms.units import PartUnits, Unit
+from megacpp.model.pattern import ENTRANCE
 
 WINDOW_BYTES = 256 << 20  # on their way to the host, or back (checkpointing/offload.py)
 FUSED = ("top", "head")  # parts whose gradients are made in the forward
+NEVER_AGAIN = (*ENTRANCE, "top")  # parts whose weights no backward gathers
 KEPT = ("activations", "moe_routing", "head_loss")  # components of what forwards keep
 
 
@@ -209,11 +211,11 @@ class StepSimulation:
         """
         name, size = f"forward of {layer.name}", self.policy.compute
         block, experts = layer.units.block, layer.units.experts
-        had = 0
+        had = 0 if gathers else (block.gathered + experts.gathered) * size
         if gathers and block.whole and (self.policy.sharded or layer.kind != "embed"):
             if looks and self.policy.sharded:  # the one before is still there, as it arrived
                 self.see(name, self.passed, communication=(block.flat + block.gathered) * size)
-            had = self.gather(block)
+            had += self.gather(block)
         if gathers and experts.whole:
             if looks:
                 self.see(name, layer.stream, communication=experts.flat * size)
@@ -360,13 +362,36 @@ class StepSimulation:
             if not carried:
                 self.whole += summed
             return
+        self.reduce(name, unit, tensors, carried, again)
+
+    def reduce(
+        self, name: str, unit: Unit, tensors: int, carried: bool, again: bool = False
+    ) -> None:
+        """Reduce a unit's gradients.
+
+        Args:
+            name: of the moment.
+            unit: whose gradients are complete.
+            tensors: bytes of other tensors alive.
+            carried: they are summed over microbatches, in `whole`.
+            again: shards of earlier microbatches exist, to which the new ones are added.
+        """
+        narrow, store = self.policy.compute, self.policy.store
         own, sent = unit.reduced * store, unit.reduced * unit.shards * store
+        old = unit.moved * (store if carried else narrow)
         if carried:
-            self.whole -= summed
-        old = summed if carried else new
+            self.whole -= old
+        else:
+            old += unit.upcast * (store - narrow)
         self.scatter = sent
         self.see(name, tensors, old)
         left = unit.last * (store if carried else narrow)
         alone = own if unit.shards == 1 else 0  # one rank divides by one, into a copy
         self.see(name, tensors, left + own, alone)
         self.shards += 0 if again else own
+
+
+def flat_ahead(layers: Sequence[Layer]) -> int:
+    """Return elements of the unit that is gathered during the backward behind these parts."""
+    left = next((layer for layer in reversed(layers) if layer.units.block.whole), None)
+    return 0 if left is None or left.kind in NEVER_AGAIN else left.units.block.flat

@@ -21,11 +21,9 @@ from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import Storage, kinds_of
 from megacpp.memory.forms.parts import OUTER
 from megacpp.memory.forms.pipeline import buffer_bytes, pipeline_step
-from megacpp.memory.forms.simulation import FsdpPolicy, Layer, StepSimulation
+from megacpp.memory.forms.simulation import FsdpPolicy, Layer, StepSimulation, flat_ahead
 from megacpp.memory.forms.units import Unit, stored_of
-from megacpp.model.pattern import ENTRANCE
 
-NEVER_AGAIN = (*ENTRANCE, "top")  # parts whose weights no backward gathers
 RESHARD_ABOVE_BYTES = 1 << 30  # of gathered parameters: parallel/fsdp.py
 
 
@@ -158,10 +156,7 @@ def microbatch(
     step.flat = 0
     for place in reversed(range(len(layers))):
         layer = layers[place]
-        left = next((x for x in reversed(layers[:place]) if x.units.block.whole), None)
-        ahead = 0
-        if again and left is not None and left.kind not in NEVER_AGAIN:
-            ahead = left.units.block.flat * narrow
+        ahead = flat_ahead(layers[:place]) * narrow * again
         gathered_anew = again and sharded and (layer.kind not in OUTER or layer.kind == "mtp")
         step.backward(layer, gathered_anew, ahead, carried, reduces, stays, renewed)
     if not sharded:
