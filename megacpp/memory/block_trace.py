@@ -109,7 +109,7 @@ class PassWork(NamedTuple):
     Attributes:
         ran: those that are no views.
         ran_bytes: read and written by them, without those of `TIMED_APART`.
-        issued: those that allocate, without what is made once for all layers.
+        issued: those that allocate or work in place, without what is made once for all layers.
         kernels: of them, element-wise ones of tensors of tokens.
         kernel_bytes: read and written by these as kernels of a GPU (`kernel_bytes`).
     """

@@ -164,9 +164,7 @@ def product_seconds(op: Product, gpu: GpuSpec, rates: Rates) -> float:
     moved = itemsize * (op.m * op.k + op.n * op.k) + written * op.m * op.n
     moving = memory_seconds(moved * op.count, gpu, rates)
     time = max(arithmetic / rates.products, moving, LEAST_US * 1e-6)
-    if (
-        eight and op.rounds and op.layout != "NT"
-    ):  # an operand read in bf16, written in FP8 and transposed
+    if eight and op.rounds and op.layout != "NT":  # read in bf16, written in FP8 and transposed
         time += memory_seconds(4.0 * op.m * op.k * op.count, gpu, rates)
     return time
 
