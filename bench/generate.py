@@ -18,6 +18,7 @@ import torch
 
 from bench.launches import Count, LaunchCounter
 from megacpp.config.presets import PRESETS
+from megacpp.model.decoding import decode, init_state, prefill
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from megacpp.run.sample import generate
@@ -69,18 +70,18 @@ def main() -> None:
     ids_1T = torch.randint(3, config.vocab_size, (1, args.prompt))
 
     def one_by_one() -> None:
-        state = model.init_state(1, torch.device("cpu"), torch.float32)
+        state = init_state(model, 1, torch.device("cpu"), torch.float32)
         for ids_1 in ids_1T.unbind(1):
-            _, state = model.step(ids_1, state)
+            _, state = decode(model, ids_1, state)
 
     torch.set_num_threads(1)
-    at_once, stepped = seconds(lambda: model.prefill(ids_1T)), seconds(one_by_one, 1)
-    _, state = model.prefill(ids_1T)
+    at_once, stepped = seconds(lambda: prefill(model, ids_1T)), seconds(one_by_one, 1)
+    _, state = prefill(model, ids_1T)
 
     def step() -> None:
-        model.step(ids_1T[:, 0], state)  # the same place again
+        decode(model, ids_1T[:, 0], state)  # the same place again
 
-    reading, writing = work(lambda: model.prefill(ids_1T)), work(step)
+    reading, writing = work(lambda: prefill(model, ids_1T)), work(step)
     print(f"{args.preset}, prompt of {args.prompt:,} tokens: work of a token")
     print(line("read at once", reading, at_once, args.prompt))
     print(line("read one by one", work(one_by_one), stepped, args.prompt))

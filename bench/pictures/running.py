@@ -17,6 +17,7 @@ from megacpp.config.schema import Config, MeshConfig
 from megacpp.kernels.host import Host
 from megacpp.kernels.selection import OPERATIONS, choose
 from megacpp.lessons.models import small
+from megacpp.model.decoding import prefill
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from megacpp.run.blame import blame
@@ -132,7 +133,7 @@ def decoding_states() -> Drawing:
         lines[name] = []
         for tokens in lengths:
             with torch.no_grad():
-                _, state = model.prefill(torch.ones(1, tokens, dtype=torch.int64))
+                _, state = prefill(model, torch.ones(1, tokens, dtype=torch.int64))
             lines[name].append((tokens, held(state) / 1024))
     drawing, ticks = (
         Drawing(760, "Decoding state of each kind of block, by tokens of the text"),

@@ -211,7 +211,7 @@ def _parts(
         x_BTD: input of layers in front, whose choice of keys the traced ones share.
         autocast: under which they run.
     """
-    docs = model._documents(batch.ids_BT, batch.labels_BT, batch.docs)
+    docs = model.documents(batch.ids_BT, batch.labels_BT, batch.docs)
     if request.kinds[0] == ENTRANCE[0]:
         return [*request.kinds], lambda _: begin(model, batch.ids_BT, docs)
     if not request.pieces:

@@ -19,6 +19,7 @@ from torch import Tensor
 from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.cli.memory_generate import GenerationArgs, GenerationMemory
 from megacpp.config.schema import ModelConfig
+from megacpp.model.decoding import decode, prefill
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.token_cache import TokenCache, mapped, reserve
@@ -67,7 +68,7 @@ def _followed(
         if not args.new_tokens:
             _loss(model, _ids(args.prompts, args.prompt_tokens, device))
             return GenerationMemory(weights, 0, live.peak - weights)
-        logits_BV, state = model.prefill(_ids(args.prompts, args.prompt_tokens, device))
+        logits_BV, state = prefill(model, _ids(args.prompts, args.prompt_tokens, device))
         cache = live.now - weights - logits_BV.nbytes
         full = live.peak, cache
         if fed := args.new_tokens - 1:  # the last one isn't
@@ -77,7 +78,7 @@ def _followed(
                 if tokens > args.prompt_tokens:
                     state = mapped(state, partial(_full, tokens=tokens))
                 live.restart()
-                logits_BV, state = model.step(_ids(args.prompts, 1, device)[:, 0], state)
+                logits_BV, state = decode(model, _ids(args.prompts, 1, device)[:, 0], state)
                 full = max(full, (live.peak, live.now - weights - logits_BV.nbytes))
         peak, cache = full
         return GenerationMemory(weights, cache, peak - weights - cache)

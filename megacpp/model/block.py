@@ -46,49 +46,6 @@ class Block(nn.Module):
             return self.recompute("block", self._forward, x_BTD, docs)
         return self.recompute("connected", self._forward, x_BTD, docs)
 
-    def init_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> Any:
-        """Return the decoding state of `batch` empty sequences."""
-        state = self.mixer.init_state(batch, device, dtype)
-        if self.engram is None:
-            return state
-        return self.engram.init_state(batch, device, dtype), state
-
-    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, Any]:
-        """Return the residual stream behind a prompt, one document a row, and the state.
-
-        Args:
-            x_BTD: residual stream, `[B, T, D]`, or `[B, T, n, D]` with hyper-connections.
-            docs: one document a row.
-        """
-        memory = None
-        if self.engram is not None:
-            out_BTD, memory = self.engram.prefill(x_BTD, docs)
-            x_BTD = x_BTD + out_BTD
-        if self.connection is None:
-            y_BTD, state = self._around(self.mixer.prefill, x_BTD, docs)
-            x_BTD = x_BTD + y_BTD
-        else:
-            u_BTD, *coefficients = self.connection.read(x_BTD)
-            y_BTD, state = self._around(self.mixer.prefill, u_BTD, docs)
-            x_BTD = self.connection.mix(x_BTD, y_BTD, *coefficients)
-        return x_BTD, state if self.engram is None else (memory, state)
-
-    def step(self, x_BD: Tensor, state: Any, ids_B: Tensor | None = None) -> tuple[Tensor, Any]:
-        """Decode one token: return the output `[B, D]` and the next state.
-
-        Args:
-            x_BD: residual stream of the token.
-            state: from `init_state` or the step before.
-            ids_B: ids of the token, which an n-gram memory looks up.
-        """
-        if self.engram is None:
-            return self._step(x_BD, state)
-        assert ids_B is not None
-        memory, state = state
-        out_BD, memory = self.engram.step(x_BD, ids_B, memory)
-        y_BD, state = self._step(x_BD + out_BD, state)
-        return y_BD, (memory, state)
-
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter, by name below the block."""
         parts = {"engram": self.engram, "mixer": self.mixer, "connection": self.connection}
@@ -110,21 +67,8 @@ class Block(nn.Module):
         y_BTD = self.recompute("block", self._mixed, u_BTD, docs)
         return self.recompute("mix_streams", self.connection.mix, x_BTD, y_BTD, *coefficients)
 
-    def _step(self, x_BD: Tensor, state: Any) -> tuple[Tensor, Any]:
-        if self.connection is None:
-            y_BD, state = self._around(self.mixer.step, x_BD, state)
-            return x_BD + y_BD, state
-        u_BD, *coefficients = self.connection.read(x_BD)
-        y_BD, state = self._around(self.mixer.step, u_BD, state)
-        return self.connection.mix(x_BD, y_BD, *coefficients), state
-
     def _mixed(self, x_BTD: Tensor, docs: Documents) -> Tensor:
         """Return the mixer's output, which is added to the stream, `[B, T, D]`."""
         if self.post_norm:
             return self.recompute("norm", self.norm, self.mixer(x_BTD, docs))
         return self.mixer(self.recompute("norm", self.norm, x_BTD), docs)
-
-    def _around(self, mix: Any, x: Tensor, context: Any) -> tuple[Tensor, Any]:
-        """Return the output and the state of a mixer's prefill or step, normed on one side."""
-        y, state = mix(x if self.post_norm else self.norm(x), context)
-        return self.norm(y) if self.post_norm else y, state

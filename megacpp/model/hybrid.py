@@ -6,16 +6,11 @@ Legend: B rows, T tokens of a row, D model, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, cast
+from typing import cast
 
-import torch
 from torch import Tensor, nn
 
-from megacpp.blocks.attention.sparse import (
-    choice_of,
-    freeze_all_but_indexers,
-    with_shared_selection,
-)
+from megacpp.blocks.attention.sparse import freeze_all_but_indexers
 from megacpp.blocks.engram.module import look_ahead
 from megacpp.blocks.hyper_connections.module import Collapse, Spread
 from megacpp.blocks.mtp.module import MultiTokenPrediction, with_depths
@@ -71,7 +66,7 @@ class HybridLM(nn.Module):
         A model that reads whole rows (`ModelConfig.needs_full_row`) finds ids and labels of whole
         rows in `docs`; without them, the given ids and labels are whole rows.
         """
-        docs = self._documents(ids_BT, labels_BT, docs)
+        docs = self.documents(ids_BT, labels_BT, docs)
         if self.config.engram.layers:
             look_ahead(self.blocks.values(), docs)
         x_BTD = begin(self, ids_BT, docs)
@@ -82,7 +77,7 @@ class HybridLM(nn.Module):
 
     def hidden(self, ids_BT: Tensor, docs: Documents | None = None) -> Tensor:
         """Return the final hidden states `[B, T, D]`, behind the last norm."""
-        docs = self._documents(ids_BT, ids_BT, docs)
+        docs = self.documents(ids_BT, ids_BT, docs)
         if self.config.engram.layers:
             look_ahead(self.blocks.values(), docs)
         x_BTD = begin(self, ids_BT, docs)
@@ -90,43 +85,21 @@ class HybridLM(nn.Module):
             x_BTD = block(x_BTD, docs)
         return self.norm(collapsed(self, x_BTD))
 
-    def init_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> list[Any]:
-        """Return the decoding state of every block for `batch` empty sequences, then of n-grams."""
-        found: list[Any] = [self._block(i).init_state(batch, device, dtype) for i in self.blocks]
-        return [*found, self.ngram.init_state(batch, device)] if hasattr(self, "ngram") else found
-
-    def prefill(self, ids_BT: Tensor) -> tuple[Tensor, list[Any]]:
-        """Read prompts in one forward: return logits `[B, V]` of the next token, and the state.
+    def documents(
+        self, ids_BT: Tensor, labels_BT: Tensor, docs: Documents | None = None
+    ) -> Documents:
+        """Return boundaries of documents, with ids and labels where a block reads whole rows.
 
         Args:
-            ids_BT: one prompt a row, all as long.
+            ids_BT: tokens.
+            labels_BT: -100: ignored.
+            docs: None: each row is one document.
         """
-        docs = self._documents(ids_BT, ids_BT, None)
-        x_BTD, of_ngrams = self.embed(ids_BT), []
-        if hasattr(self, "ngram"):
-            x_BTD, recent = self.ngram.prefill(x_BTD, docs)
-            of_ngrams = [recent]
-        x_BTD, state = spread(self, x_BTD), []
-        for key in self.blocks:
-            x_BTD, after = self._block(key).prefill(x_BTD, docs)
-            state.append(after)
-        return self.head.logits(self.norm(collapsed(self, x_BTD[:, -1]))), [*state, *of_ngrams]
-
-    def step(self, ids_B: Tensor, state: list[Any]) -> tuple[Tensor, list[Any]]:
-        """Decode one token: return logits `[B, V]` of the next one, and the next state."""
-        x_BD, following, choice = self.embed(ids_B), [], None
-        of_ngrams: list[Any] = []
-        if hasattr(self, "ngram"):
-            *state, recent = state
-            x_BD, recent = self.ngram.step(x_BD, ids_B, recent)
-            of_ngrams = [recent]
-        x_BD = spread(self, x_BD)
-        for key, before in zip(self.blocks, state, strict=True):
-            x_BD, after = self._block(key).step(x_BD, with_shared_selection(before, choice), ids_B)
-            choice = choice_of(after, choice)
-            following.append(after)
-        following += of_ngrams
-        return self.head.logits(self.norm(collapsed(self, x_BD))), following
+        if docs is None:
+            docs = Documents.rows(*ids_BT.shape, device=ids_BT.device)
+        if not self.needs_full_row or docs.row is not None or docs.tokens_BT is not None:
+            return docs
+        return docs.with_tokens(ids_BT, labels_BT)
 
     def mixers(self) -> dict[str, tuple[str, nn.Module]]:
         """Letter and mixer of every block by the mixer's name, those behind the trunk included."""
@@ -161,9 +134,9 @@ class HybridLM(nn.Module):
         rules: dict[str, Rule] = {}
         if hasattr(self, "embed"):
             rules["embed.weight"] = Normal(self.config.init_std)
-        for key in self.blocks:
-            block = self._block(key).init_rules().items()
-            rules |= {f"blocks.{key}.{name}": rule for name, rule in block}
+        for key, block in self.blocks.items():
+            own = cast(Block, block).init_rules().items()
+            rules |= {f"blocks.{key}.{name}": rule for name, rule in own}
         for part in ("ngram", *EXIT):
             if hasattr(self, part) and not (part == "head" and self.config.tie_embeddings):
                 own = getattr(self, part).init_rules().items()
@@ -184,18 +157,6 @@ class HybridLM(nn.Module):
         if self.config.tie_embeddings and hasattr(self, "head"):
             used, named = (self.embed, self.head) if self.begins else (self.head, self.embed)
             named._parameters["weight"] = used._parameters["weight"]
-
-    def _documents(self, ids_BT: Tensor, labels_BT: Tensor, docs: Documents | None) -> Documents:
-        if docs is None:
-            docs = Documents.rows(*ids_BT.shape, device=ids_BT.device)
-        if not self.needs_full_row or docs.row is not None or docs.tokens_BT is not None:
-            return docs
-        return docs.with_tokens(ids_BT, labels_BT)
-
-    def _block(self, key: str) -> Block:
-        block = self.blocks[key]
-        assert isinstance(block, Block)
-        return block
 
 
 def begin(parts: nn.Module, ids_BT: Tensor, docs: Documents) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megacpp.errors import config_error
+from megacpp.model.decoding import decode, read_prompts
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.prompts import read_prompts
 from megacpp.model.token_cache import chosen_rows, reserve
 
 
@@ -131,7 +131,7 @@ def generate(
             rows = [rows[place] for place in going]
             if rows:
                 ids_B = torch.tensor([made[row][-1] for row in rows], device=logits_BV.device)
-                logits_BV, state = model.step(ids_B, state)
+                logits_BV, state = decode(model, ids_B, state)
         return made
     finally:
         model.train(was_training)

@@ -46,6 +46,7 @@ from megacpp.data.batches import Batch
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels, set_kernels
 from megacpp.lessons.kept import WIDE, kept_bytes, pair
 from megacpp.model.block import Block
+from megacpp.model.decoding import decode, init_state
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.recompute import PLAIN
@@ -127,7 +128,7 @@ def test_without_gradients_nothing_is_compiled() -> None:
     with torch.no_grad():
         expected = plain(batch.ids_BT, batch.labels_BT, batch.docs).loss_sum
         assert torch.equal(compiled(batch.ids_BT, batch.labels_BT, batch.docs).loss_sum, expected)
-        compiled.step(batch.ids_BT[:, 0], compiled.init_state(B, CPU, torch.float64))
+        decode(compiled, batch.ids_BT[:, 0], init_state(compiled, B, CPU, torch.float64))
     assert num_graphs() == 0
 
 

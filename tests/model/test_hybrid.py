@@ -21,6 +21,7 @@ from megacpp.config.schema import Config, ModelConfig, PrecisionConfig
 from megacpp.lessons.awake import awake
 from megacpp.model.auxiliary import AuxiliarySource
 from megacpp.model.count import count_parameters, meta_model, published_reading, short, table_lines
+from megacpp.model.decoding import decode, init_state
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from parallel.build import build_model
@@ -145,9 +146,9 @@ def test_the_future_changes_nothing() -> None:
 def test_step_is_forward(name: str) -> None:
     model, ids_BT = build(variants()[name]).eval(), tokens()
     logits_BTV = model.head.logits(model.hidden(ids_BT))
-    state = model.init_state(B, torch.device("cpu"), torch.float64)
+    state = init_state(model, B, torch.device("cpu"), torch.float64)
     for t in range(T):
-        logits_BV, state = model.step(ids_BT[:, t], state)
+        logits_BV, state = decode(model, ids_BT[:, t], state)
         torch.testing.assert_close(logits_BV, logits_BTV[:, t], rtol=1e-12, atol=1e-12)
 
 

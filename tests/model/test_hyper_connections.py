@@ -25,6 +25,7 @@ from megacpp.kernels.hyper_connections.reference import (
     read_reference,
 )
 from megacpp.kernels.hyper_connections.sinkhorn import Ordering, sinkhorn, sinkhorn_reference
+from megacpp.model.decoding import decode, init_state
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from parallel.build import build_model
@@ -185,9 +186,9 @@ def test_streams_part_in_training() -> None:
 def test_one_token_at_a_time(ordering: Ordering) -> None:
     model = build(with_streams(3, ordering=ordering, init="published")).eval()
     ids_BT = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
-    state, logits = model.init_state(2, torch.device("cpu"), torch.float64), []
+    state, logits = init_state(model, 2, torch.device("cpu"), torch.float64), []
     for t in range(9):
-        logit_BV, state = model.step(ids_BT[:, t], state)
+        logit_BV, state = decode(model, ids_BT[:, t], state)
         logits.append(logit_BV)
     want = model.head.logits(model.hidden(ids_BT))
     assert (torch.stack(logits, 1) - want).abs().max() < 1e-11

@@ -15,6 +15,7 @@ from torch import Tensor
 from megacpp.blocks.ngram.config import NgramConfig
 from megacpp.blocks.ngram.module import NgramEmbedding
 from megacpp.config.schema import Config, ModelConfig, OptimConfig, PrecisionConfig
+from megacpp.model.decoding import decode, init_state
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.primes import is_prime
@@ -141,9 +142,9 @@ def test_step_is_forward(pattern: str) -> None:
     model = awake(build(pattern=pattern)).eval()
     ids_BT, _ = packed()
     logits_BTV = model.head.logits(model.hidden(ids_BT))
-    state = model.init_state(B, CPU, torch.float64)
+    state = init_state(model, B, CPU, torch.float64)
     for t in range(T):
-        logits_BV, state = model.step(ids_BT[:, t], state)
+        logits_BV, state = decode(model, ids_BT[:, t], state)
         torch.testing.assert_close(logits_BV, logits_BTV[:, t], rtol=1e-12, atol=1e-12)
 
 

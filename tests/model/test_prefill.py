@@ -14,9 +14,11 @@ from megacpp.config.presets import tiny
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.causal_conv import last_inputs
 from megacpp.model import token_cache
+from megacpp.model.decoding import decode, init_state, prefill
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from megacpp.model.token_cache import TokenCache, chosen_rows, joined
+from megacpp.run import sample
 from megacpp.run.sample import generate
 from tests.model.small import small, variants
 from tests.state.small import build
@@ -37,10 +39,10 @@ GENERATOR = torch.Generator()
 
 @torch.no_grad()
 def by_steps(model: HybridLM, ids_BT: Tensor) -> tuple[Tensor, list[Any]]:
-    state = model.init_state(len(ids_BT), ids_BT.device, torch.float64)
+    state = init_state(model, len(ids_BT), ids_BT.device, torch.float64)
     logits_BV = torch.empty(0)
     for ids_B in ids_BT.unbind(1):
-        logits_BV, state = model.step(ids_B, state)
+        logits_BV, state = decode(model, ids_B, state)
     return logits_BV, state
 
 
@@ -62,11 +64,14 @@ def test_a_prompt_at_once_is_its_tokens_one_by_one(name: str, tokens: int) -> No
     ids_BT = torch.randint(3, 50, (2, tokens), generator=GENERATOR.manual_seed(tokens))
     want_BV, want = by_steps(model, ids_BT)
     with torch.no_grad():
-        got_BV, got = model.prefill(ids_BT)
+        got_BV, got = prefill(model, ids_BT)
         torch.testing.assert_close(got_BV, want_BV, rtol=1e-12, atol=1e-12)
         following = torch.tensor([7, 8])
         torch.testing.assert_close(
-            model.step(following, got)[0], model.step(following, want)[0], rtol=1e-12, atol=1e-12
+            decode(model, following, got)[0],
+            decode(model, following, want)[0],
+            rtol=1e-12,
+            atol=1e-12,
         )
     found = [x for x in tensors(got) if x.dtype != torch.int32]  # choices of keys: of one token
     wanted = [x for x in tensors(want) if x.dtype != torch.int32]
@@ -80,10 +85,10 @@ def test_rows_of_different_lengths_go_on_as_alone(name: str) -> None:
     prompts = [torch.randint(3, 50, (1, n), generator=GENERATOR.manual_seed(n)) for n in (9, 2, 5)]
     more_BT = torch.randint(3, 50, (3, 6), generator=GENERATOR.manual_seed(3))
     with torch.no_grad():
-        states = [model.prefill(ids_1T)[1] for ids_1T in prompts]
+        states = [prefill(model, ids_1T)[1] for ids_1T in prompts]
         state = chosen_rows(joined(states), torch.tensor([2, 0, 1]))
         for ids_B in more_BT.unbind(1):
-            logits_BV, state = model.step(ids_B[[2, 0, 1]], state)
+            logits_BV, state = decode(model, ids_B[[2, 0, 1]], state)
         for place, row in enumerate((2, 0, 1)):
             alone_1V, _ = by_steps(model, torch.cat([prompts[row], more_BT[row : row + 1]], 1))
             torch.testing.assert_close(logits_BV[place], alone_1V[0], rtol=1e-12, atol=1e-12)
@@ -105,14 +110,13 @@ def test_generation_makes_every_cache_once(name: str, monkeypatch: pytest.Monkey
     """For the prompt and all new tokens: one copy of each buffer, which stays where it is."""
     model, wider, made, places = model_of(MODELS[name]), token_cache._wider, [], []
     monkeypatch.setattr(token_cache, "_wider", lambda *args: made.append(args[1]) or wider(*args))
-    step = model.step
 
-    def seen(ids_B: Tensor, state: Any) -> Any:
-        logits_BV, state = step(ids_B, state)
+    def seen(model: HybridLM, ids_B: Tensor, state: Any) -> Any:
+        logits_BV, state = decode(model, ids_B, state)
         places.append([(b.data_ptr(), b.shape[1]) for b in buffers(state)])
         return logits_BV, state
 
-    monkeypatch.setattr(model, "step", seen)
+    monkeypatch.setattr(sample, "decode", seen)
     texts = generate(model, [[3, 4, 5], [6, 7, 8]], 40)
     assert [len(text) for text in texts] == [40, 40] and len(places) == 39
     assert all(place == places[0] for place in places)
@@ -137,10 +141,13 @@ def test_a_window_bounds_the_cache(tokens: int) -> None:
     model = model_of(small("AF", attention=dataclasses.replace(small().attention, window=5)))
     ids_BT = torch.randint(3, 50, (2, tokens), generator=GENERATOR.manual_seed(tokens))
     with torch.no_grad():
-        states = [model.prefill(ids_BT)[1], model.init_state(2, torch.device("cpu"), torch.float64)]
+        states = [
+            prefill(model, ids_BT)[1],
+            init_state(model, 2, torch.device("cpu"), torch.float64),
+        ]
         for state in states:
             for ids_B in ids_BT.unbind(1):
-                _, state = model.step(ids_B, state)
+                _, state = decode(model, ids_B, state)
             assert {buffer.shape[1] for buffer in state[0].buffers} == {min(5, 2 * tokens)}
             assert state[0].parts_BS[0].shape[1] == min(5, state[0].longest)
 
@@ -159,9 +166,9 @@ def test_the_work_of_a_long_prompt_and_of_a_token_behind_it() -> None:
     initialise(model, model.init_rules(), 0)
     ids_1T = torch.randint(3, config.vocab_size, (1, 1000), generator=GENERATOR.manual_seed(0))
     with torch.no_grad():
-        states = [model.prefill(ids_1T[:, :tokens])[1] for tokens in (10, 1000)]
-    read = work(lambda: model.prefill(ids_1T))
-    early, late = (work(lambda state=state: model.step(ids_1T[:, 0], state)) for state in states)
+        states = [prefill(model, ids_1T[:, :tokens])[1] for tokens in (10, 1000)]
+    read = work(lambda: prefill(model, ids_1T))
+    early, late = (work(lambda state=state: decode(model, ids_1T[:, 0], state)) for state in states)
     # Reading at once beside token by token, with less than the average step.
     assert 100 * read.launches <= 1000 * early.launches
     assert 20 * read.bytes <= 1000 * early.bytes

@@ -23,6 +23,7 @@ from megacpp.config.presets import PRESETS
 from megacpp.kernels.attention.causal import document_mask
 from megacpp.kernels.sparse_attention.indexer import index_scores
 from megacpp.kernels.sparse_attention.reference import chosen_mask
+from megacpp.model.decoding import decode, init_state
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import layer_kinds
@@ -173,9 +174,9 @@ def test_step_is_forward(name: str, stage: str) -> None:
     ids_BT = torch.arange(2 * TOKENS).view(2, TOKENS) * 11 % model.config.vocab_size
     with torch.no_grad():
         want_BTV = model.head.logits(model.hidden(ids_BT))
-        state = model.init_state(2, ids_BT.device, torch.float64)
+        state = init_state(model, 2, ids_BT.device, torch.float64)
         for t in range(TOKENS):
-            logits_BV, state = model.step(ids_BT[:, t], state)
+            logits_BV, state = decode(model, ids_BT[:, t], state)
             assert (logits_BV - want_BTV[:, t]).abs().max() <= SAME_FORMULA, t
 
 

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from megacpp.blocks.attention.checks import check_heads
 from megacpp.blocks.attention.config import layer_settings
+from megacpp.blocks.attention.decoding import CachedHeads
 from megacpp.blocks.attention.logits import LogitRecorder
-from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate, softmax_scale
+from megacpp.blocks.attention.rope import rotary_table, rotate, softmax_scale
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.attention.causal import attend, attention_between, causal_attention
+from megacpp.kernels.attention.causal import attention_between, causal_attention
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linears import linears
-from megacpp.kernels.sparse_attention.reference import chosen_mask
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import NormOverHeads, RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute, recomputing
-from megacpp.model.token_cache import TokenCache
 
 if TYPE_CHECKING:
     from megacpp.blocks.attention.mla import MultiHeadLatentAttention
@@ -110,36 +108,13 @@ class CoreAttention(nn.Module):
         if self.recorder is not None and self.training and not recomputing():
             self.recorder.record(q_BTNH, k_BSKH, queries, keys, share)
 
-    def decode(
-        self,
-        q_B1NH: Tensor,
-        k_BSKH: Tensor,
-        v_BSKV: Tensor,
-        mask_BS: Tensor | None,
-        chosen_B1C: Tensor | None = None,
-    ) -> Tensor:
-        """Return the output `[B, 1, N, V]` of one query over every cached token or the chosen ones.
 
-        Args:
-            q_B1NH: the query.
-            k_BSKH: cached keys.
-            v_BSKV: cached values.
-            mask_BS: bool, the tokens that a row has; None: all.
-            chosen_B1C: positions of chosen keys (-1: none), of tokens that the row has; None: all.
-        """
-        q_B1NH = q_B1NH.to(k_BSKH.dtype)
-        mask_B1TS = None if mask_BS is None else mask_BS[:, None, None]
-        if chosen_B1C is not None:
-            mask_B1TS = chosen_mask(chosen_B1C, k_BSKH.shape[1])[:, None]
-        return attend(q_B1NH, k_BSKH, v_BSKV, self.scale, self.softcap, mask_B1TS)
-
-
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(CachedHeads):
     """Causal attention, N query heads on K key/value heads (GQA, arXiv 2305.13245).
 
     Rotary on queries and keys, which RMSNorm over the head dim or all heads may precede
-    (`qk_norm`). Keeps 2 K H numbers per token for decoding. The head count is read from the
-    activations, so that a rank may hold some of the heads.
+    (`qk_norm`). Keeps 2 K H numbers per token for decoding (`CachedHeads`). The head count is read
+    from the activations, so that a rank may hold some of the heads.
 
     Raises:
         ConfigError: heads that don't divide, an odd head dim, a soft cap that isn't positive.
@@ -176,37 +151,6 @@ class GroupedQueryAttention(nn.Module):
             docs = docs.within(self.attention.window)
         o_BTNH = self.inner(*self._qkv(x_BTD, table_BTP2), docs)
         return self._out(o_BTNH, x_BTD)
-
-    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> TokenCache:
-        """Return an empty cache of rotated keys and values of `batch_size` rows."""
-        shape = (batch_size, 0, self.config.attention.num_kv_heads, self.head_dim)
-        empty = torch.empty(shape, device=device, dtype=dtype)
-        return TokenCache.empty(empty, empty, window=self.attention.window)
-
-    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, TokenCache]:
-        """Return the output `[B, T, D]` of rows of one document each, and the cache behind them."""
-        table_BTP2 = rotary_table(docs, self.head_dim, self.attention, x_BTD.dtype)
-        q_BTNH, k_BTKH, v_BTKH = self._qkv(x_BTD, table_BTP2)
-        window = self.attention.window
-        o_BTNH = self.inner(q_BTNH, k_BTKH, v_BTKH, docs.within(window))
-        return self._out(o_BTNH, x_BTD), TokenCache.filled(k_BTKH, v_BTKH, window=window)
-
-    def step(
-        self, x_BD: Tensor, state: TokenCache, chosen: Tensor | None = None
-    ) -> tuple[Tensor, TokenCache]:
-        """Decode one token after those in the cache; return its output `[B, D]` and the new cache.
-
-        Args:
-            x_BD: the token.
-            state: keys and values of the tokens before it.
-            chosen: `[B, 1, C]` positions of the keys that it attends to (-1: none); None: all.
-        """
-        table_B1P2 = rotary_table_at(state.positions_B1, self.head_dim, self.attention, like=x_BD)
-        q_B1NH, k_B1KH, v_B1KH = self._qkv(x_BD[:, None], table_B1P2)
-        state = state.append(k_B1KH, v_B1KH)
-        keys, values = state.parts_BS
-        o_B1NH = self.inner.decode(q_B1NH, keys, values, state.mask_BS, chosen).to(q_B1NH.dtype)
-        return self._out(o_B1NH, x_BD[:, None])[:, 0], state
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter, by name below the mixer."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.blocks.attention.checks import check_heads
+from megacpp.blocks.attention.decoding import attend_cached
 from megacpp.blocks.attention.gqa import CoreAttention
 from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate, softmax_scale
 from megacpp.config.schema import ModelConfig
@@ -161,7 +162,7 @@ class MultiHeadLatentAttention(nn.Module):
         memory_BS1L = state.parts_BS[0][:, :, None]
         # The latent is key and value at once; the value's last R columns are dropped.
         memory = memory_BS1L, memory_BS1L, state.mask_BS
-        o_B1NL = self.inner.decode(q_B1NL, *memory, chosen).to(q_B1NL.dtype)
+        o_B1NL = attend_cached(self.inner, q_B1NL, *memory, chosen)
         o_B1NV = torch.einsum("btnc,nvc->btnv", o_B1NL[..., : self.latent_dim], w_v_NVC)
         return self.wo(o_B1NV.flatten(2))[:, 0].to(x_BD.dtype), state
 

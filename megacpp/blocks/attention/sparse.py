@@ -295,14 +295,12 @@ def filled_caches(tokens: TokenCache, index: Index | None) -> SparseCache:
 
 
 def with_shared_selection(state: Any, chosen: Tensor | None) -> Any:
-    """Return a block's state before a step; a block that shares gets the last block's choice.
+    """Return a mixer's state before a step; one that shares gets the last block's choice.
 
     Args:
-        state: of any kind of block.
+        state: of any kind of mixer.
         chosen: `[B, 1, C]` positions chosen by the last indexer; None before the first.
     """
-    if type(state) is tuple:  # of an n-gram memory, and of the mixer behind it
-        return state[0], with_shared_selection(state[1], chosen)
     shares = isinstance(state, SparseCache) and state.keys is None
     return replace(state, chosen=chosen) if shares else state
 
@@ -311,10 +309,9 @@ def choice_of(state: Any, before: Tensor | None) -> Tensor | None:
     """Return the choice of the last block that chose for this token.
 
     Args:
-        state: of the block that made the last step.
+        state: of the mixer that made the last step.
         before: `[B, 1, C]` choice of the blocks before it; None: none yet.
     """
-    state = state[1] if type(state) is tuple else state
     return state.chosen if isinstance(state, SparseCache) else before
 
 

@@ -13,9 +13,9 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from megacpp.interop.code.configuration import MegacppConfig
+from megacpp.model.decoding import decode, read_prompts
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.prompts import read_prompts
 
 WIDE: list[str] = []  # ends of names of parameters that stay in fp32
 
@@ -77,7 +77,7 @@ class MegacppForCausalLM(PreTrainedModel, GenerationMixin):
         """
         state: Any = None
         if past_key_values is not None:
-            logits_BV, state = self.model.step(input_ids[:, -1], past_key_values)
+            logits_BV, state = decode(self.model, input_ids[:, -1], past_key_values)
             return CausalLMOutputWithPast(logits=logits_BV[:, None], past_key_values=state)
         logits_BTV = loss = None
         if use_cache:
