@@ -42,7 +42,7 @@ from bench import muon_contenders as contenders
 from bench import parser_of
 from bench.muon_contenders import Build, Contender
 from bench.muon_log import StepLog
-from megacpp.dtensor import local_part
+from megacpp.torch_extras import local_part
 from optim.newton_schulz import newton_schulz_flops
 from tests.ranks import run_ranks
 

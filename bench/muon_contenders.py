@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megacpp.dtensor import local_part
+from megacpp.torch_extras import local_part
 from optim.muon_adamw import MuonAdamW
 from optim.ownership import MatrixView
 

@@ -35,7 +35,6 @@ from megacpp.blocks.experts.module import MixtureOfExperts, SharedExpert
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.blocks.mamba3.scan import Mamba3Scan
 from megacpp.kernels.attention.causal import VARLEN, remember
-from megacpp.kernels.autograd import autocast_dtype
 from megacpp.kernels.causal_conv import reach
 from megacpp.kernels.mamba3.ops import Chunks
 from megacpp.model.block import Block
@@ -43,6 +42,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.recompute import PLAIN
 from megacpp.model.short_conv import Convolve
+from megacpp.torch_extras import autocast_dtype
 
 Attention = GroupedQueryAttention | MultiHeadLatentAttention
 ROUTED = "sizes of what is routed depend on values"

@@ -29,12 +29,11 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from megacpp.blocks.descriptor import BlockKind
 from megacpp.blocks.kinds import KINDS
-from megacpp.dtensor import is_dtensor
 from megacpp.errors import config_error
-from megacpp.kernels.autograd import autocast_dtype, needs_input_grad_now
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Constant, Rule, tensor_key, uniform
 from megacpp.model.sizes import projected_width
+from megacpp.torch_extras import autocast_dtype, is_dtensor, needs_input_grad_now
 
 
 def compress_linears(model: HybridLM, ratio: float, seed: int) -> list[str]:

@@ -25,8 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkpointing.host_memory import Buffer, CudaCopies, HostCopies, HostMemory, PlainCopies
-from megacpp.dtensor import is_dtensor
 from megacpp.model.recompute import recomputing
+from megacpp.torch_extras import is_dtensor
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megacpp.dtensor import local_part
+from megacpp.torch_extras import local_part
 from optim.cautious import cautious_adamw
 
 StateKind = Literal["fp32", "8bit", "4bit", "cpu_offload"]

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacpp.dtensor import is_dtensor, local_part
-from megacpp.trace_region import region
+from megacpp.torch_extras import is_dtensor, local_part, region
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megacpp.dtensor import is_dtensor, local_part
+from megacpp.torch_extras import is_dtensor, local_part
 from optim.low_bit import plain, write
 
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megacpp.dtensor import is_dtensor, local_part
 from megacpp.errors import config_error
+from megacpp.torch_extras import is_dtensor, local_part
 from optim.adamw import adamw_kernel
 
 Bits = Literal["8bit", "4bit"]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megacpp.dtensor import local_part
+from megacpp.torch_extras import local_part
 from optim.exchange import AsyncAllToAll, CommBucket, JobSlice, LocalJobs, PackedBuffer, SolveBatch
 from optim.muon_plan import Exchange, MuonPlan
 from optim.newton_schulz import (

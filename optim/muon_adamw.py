@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacpp.dtensor import is_dtensor
+from megacpp.torch_extras import is_dtensor
 from optim.adamw import StateKind, adamw_update, new_state
 from optim.compressed import LowRankUpdate, apply_low_rank_updates, redraw, resume
 from optim.muon import MuonStep, Width, momentum_dtype, wire_dtype

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.dtensor import local_part
 from megacpp.errors import config_error
+from megacpp.torch_extras import local_part
 from optim.adamw import adamw_kernel
 from optim.low_bit import like
 

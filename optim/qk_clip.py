@@ -22,8 +22,8 @@ from megacpp.blocks.attention.logits import LogitRecorder, Statistic
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.attention.rope import softmax_scale
 from megacpp.blocks.mtp.plan import num_blocks
-from megacpp.dtensor import is_dtensor, local_part
 from megacpp.model.hybrid import HybridLM
+from megacpp.torch_extras import is_dtensor, local_part
 from optim.shard_layout import cutting_order, shard_bounds
 
 Attention = GroupedQueryAttention | MultiHeadLatentAttention

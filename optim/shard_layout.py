@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from megacpp.dtensor import is_dtensor
+from megacpp.torch_extras import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

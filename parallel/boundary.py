@@ -31,9 +31,8 @@ from megacpp.model.auxiliary import TERMS, AuxiliarySource
 from megacpp.model.head import LossSum
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.stages import BOTH_WAYS
-from megacpp.model.transfer import to_device
 from megacpp.run.step_status import StepStatus
-from megacpp.trace_region import region
+from megacpp.torch_extras import region, to_device
 from parallel.build import autocast_dtype, stages_of
 from parallel.context.layout import ContextLayout, share
 from parallel.expert.load import LoadTable

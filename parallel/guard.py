@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
+from megacpp.torch_extras import is_dtensor
 from parallel.mesh import World
 from parallel.watched_units import watched_units
 

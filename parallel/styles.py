@@ -19,17 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.linear_cross_entropy.chunked import (
     ShardStatistics,
     VocabularyShard,
     merge_statistics,
 )
 from megacpp.model.documents import Documents
-from megacpp.model.head import LanguageModelHead
-from megacpp.model.lookup import Table
+from megacpp.model.head import LanguageModelHead, Table
 from megacpp.model.norm import NormOverHeads
 from megacpp.model.recompute import PLAIN, Recompute
+from megacpp.torch_extras import wide
 from parallel.collectives import all_sum, gather_plain
 from parallel.notation import Array, Redistribute
 

@@ -13,12 +13,12 @@ from bench.pictures.boundary import RANKS, TOKENS, built
 from bench.pictures.svg import Drawing
 from megacpp.config.schema import Config, MeshConfig, TrainConfig
 from megacpp.data.batches import Batch
-from megacpp.dtensor import local_part
 from megacpp.errors import NonFiniteError
 from megacpp.lessons.batches import micro_rows, ragged_batch
 from megacpp.lessons.ranks import run_ranks
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
+from megacpp.torch_extras import local_part
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.mesh import World

@@ -26,8 +26,8 @@ from torch.nn.utils import stateless
 
 from checkpointing.compile import CompiledBlock, Compiler, Graphs
 from checkpointing.tracing.graph_run import WithoutModes, operator_of, run_graph
-from megacpp.dtensor import is_dtensor
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import is_dtensor
 
 
 class TracedGraphs(Graphs):

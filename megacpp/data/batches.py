@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megacpp.model.documents import Documents, beside
-from megacpp.model.transfer import to_device
+from megacpp.torch_extras import to_device
 
 IGNORED = -100  # label of a position that predicts nothing
 

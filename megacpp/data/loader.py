@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from megacpp.data.batches import Batch
-from megacpp.trace_region import region
+from megacpp.torch_extras import region
 
 
 class TrainingRows(Protocol):

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.autograd import wide
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import wide
 
 Activation = Literal["silu"] | None
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.autograd import autocast_dtype, cast, needs_input_grad_now
+from megacpp.torch_extras import autocast_dtype, cast, needs_input_grad_now
 
 
 def gated(gate: Tensor, up: Tensor | None = None, backend: str = "torch") -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacpp.kernels.autograd import autocast_dtype, cast, needs_input_grad_now
+from megacpp.torch_extras import autocast_dtype, cast, needs_input_grad_now
 
 
 def linears(

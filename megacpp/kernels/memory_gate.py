@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.autograd import wide
+from megacpp.torch_extras import wide
 
 LEAST = 1e-6  # of |s| under the root, whose slope would grow without bound
 

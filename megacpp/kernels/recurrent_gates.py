@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.autograd import wide
+from megacpp.torch_extras import wide
 
 
 def gated_ranks(

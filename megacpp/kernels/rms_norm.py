@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.autograd import autocast_dtype, needs_input_grad_now, wide
+from megacpp.torch_extras import autocast_dtype, needs_input_grad_now, wide
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, backend: str = "torch") -> Tensor:

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megacpp.kernels.autograd import autocast_dtype
 from megacpp.kernels.linear_cross_entropy.chunked import (
     ShardStatistics,
     VocabularyShard,
@@ -30,6 +29,7 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     token_spans,
     weight_sum,
 )
+from megacpp.torch_extras import autocast_dtype
 
 
 @dataclass(frozen=True, eq=False)

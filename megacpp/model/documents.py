@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from megacpp.model.transfer import to_device
+from megacpp.torch_extras import to_device
 
 Made = TypeVar("Made")
 

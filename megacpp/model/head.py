@@ -1,4 +1,4 @@
-"""Language-model head: hidden states to a summed loss, or to logits for sampling.
+"""Both ends of a language model: rows of a table by id, and the head's summed loss or logits.
 
 Legend: B rows, T tokens, D model, V vocabulary.
 """
@@ -22,6 +22,30 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     soft_cap,
 )
 from megacpp.model.init import Normal, Rule
+from megacpp.torch_extras import autocast_dtype
+
+
+class Lookup(nn.Module):
+    """Rows of a table that this process holds whole."""
+
+    def forward(self, ids: Tensor, weight_VD: Tensor) -> Tensor:
+        """Return the rows `[..., D]` of ids `[...]`."""
+        return F.embedding(ids, weight_VD)
+
+
+class Table(nn.Embedding):
+    """Embeddings by id. It starts without values: only the model's rules initialise it."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        # A given weight skips nn.Embedding's own init, which on meta costs an import of dynamo
+        # (no thread known).
+        super().__init__(rows, dim, _weight=torch.empty(rows, dim))
+        self.lookup: nn.Module = Lookup()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows `[..., D]` of ids `input` `[...]`, under autocast in its dtype."""
+        rows = self.lookup(input, self.weight)
+        return rows.to(autocast_dtype(rows) or rows.dtype)  # a stream as narrow as with FSDP2
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,9 +19,8 @@ from megacpp.blocks.top.module import TokenOrder
 from megacpp.config.schema import ModelConfig
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
-from megacpp.model.head import LanguageModelHead, LossSum
+from megacpp.model.head import LanguageModelHead, LossSum, Table
 from megacpp.model.init import Normal, Rule
-from megacpp.model.lookup import Table
 from megacpp.model.norm import RMSNorm
 from megacpp.model.pattern import ENTRANCE, EXIT, layer_kinds, warms_up
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacpp.dtensor import is_dtensor
 from megacpp.state.agreement import is_distributed
 from megacpp.state.manifest import Seen
+from megacpp.torch_extras import is_dtensor
 
 if TYPE_CHECKING:
     from megacpp.state.uploads import Uploads

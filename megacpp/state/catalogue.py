@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacpp.dtensor import is_dtensor
 from megacpp.errors import CheckpointError
 from megacpp.state.agreement import gather, share, this_rank
 from megacpp.state.manifest import Manifest, TensorEntry, describe
+from megacpp.torch_extras import is_dtensor
 
 
 @dataclass(frozen=True)

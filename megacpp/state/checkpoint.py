@@ -27,7 +27,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megacpp.dtensor import is_dtensor
 from megacpp.errors import CheckpointError
 from megacpp.state.agreement import agreed, gather, is_distributed, share, this_rank
 from megacpp.state.catalogue import Catalogue, catalogue, check_parts, check_saved
@@ -64,6 +63,7 @@ from megacpp.state.published import (
     step_of,
 )
 from megacpp.state.rng import rng_state
+from megacpp.torch_extras import is_dtensor
 
 # DCP holds two copies of a file's content in host memory while it writes that file.
 _FILE_BYTES = 1 << 28

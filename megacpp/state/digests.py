@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacpp.config.schema import Config
-from megacpp.dtensor import is_dtensor
 from megacpp.state.agreement import gather, is_distributed, this_rank
 from megacpp.state.files import rows_by_step
+from megacpp.torch_extras import is_dtensor
 
 FILE = "digests.jsonl"
 ROW = 1 << 16  # words that are multiplied at once

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacpp.config.schema import Config
-from megacpp.dtensor import is_dtensor
 from megacpp.state.agreement import gather, share, this_rank
 from megacpp.state.behind import SaveThread, host_copies
 from megacpp.state.files import PENDING
 from megacpp.state.published import latest_checkpoint, step_of
 from megacpp.state.rng import rng_state
+from megacpp.torch_extras import is_dtensor
 
 if TYPE_CHECKING:
     from megacpp.state.training import TrainingState

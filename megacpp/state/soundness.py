@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megacpp.config.schema import Config
-from megacpp.dtensor import is_dtensor
 from megacpp.errors import NonFiniteError
 from megacpp.state.agreement import gather
 from megacpp.state.checkpoint import newest_sound
+from megacpp.torch_extras import is_dtensor
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megacpp.dtensor import is_dtensor
+from megacpp.torch_extras import is_dtensor
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

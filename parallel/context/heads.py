@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacpp.model.transfer import listed, to_device
+from megacpp.torch_extras import listed, to_device
 from parallel.all_to_all import exchange
 from parallel.collectives import gather
 from parallel.context.layout import ContextLayout

@@ -29,8 +29,8 @@ from megacpp.kernels.attention.parts import (
     by_key_head,
 )
 from megacpp.kernels.attention.segments import Segments, earlier_segments, own_segments
-from megacpp.kernels.autograd import autocast_dtype, wide
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import autocast_dtype, wide
 from parallel.context.layout import ContextLayout
 from parallel.context.segments import row_of
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacpp.blocks.experts.choices import circle, columns
 from megacpp.blocks.experts.config import MoEConfig
-from megacpp.model.transfer import listed
+from megacpp.torch_extras import listed
 
 Exchanged = tuple[list[list[int]], list[list[int]]]  # to each rank, from each rank
 

@@ -46,7 +46,7 @@ from megacpp.kernels.experts.rows import (
     group_rows_to_capacity,
     sum_rows,
 )
-from megacpp.model.transfer import listed
+from megacpp.torch_extras import listed
 from parallel.all_to_all import send_rows, send_rows_plain
 from parallel.collectives import gather_plain
 from parallel.expert.beside import Made, Work, send_rows_beside

@@ -24,11 +24,11 @@ from megacpp.blocks.experts.module import Experts
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config, ModelConfig
-from megacpp.dtensor import is_dtensor
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import layer_kinds, with_kinds
 from megacpp.model.precision import compute_dtype
+from megacpp.torch_extras import is_dtensor
 from parallel.build import stages_of
 from parallel.fsdp import RESHARD_ABOVE_BYTES
 from parallel.local_shapes import local_shape, shards_of

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megacpp.config.schema import Config
-from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.stages import as_scheduled
+from megacpp.torch_extras import is_dtensor
 from parallel.local_shapes import ShardBytes, own_shape, shard_bytes
 from parallel.mesh import World
 from parallel.plans import row_of

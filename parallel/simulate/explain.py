@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config
-from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
+from megacpp.torch_extras import is_dtensor
 from parallel.local_shapes import own_shape, shards_of
 from parallel.plans import row_of
 from parallel.simulate.drawing import Drawn, draw, gathers_again

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from megacpp.blocks.experts.rows import ExpertRows
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.experts import grouped_mm
 from megacpp.kernels.experts.rows import Groups, group_rows
 from megacpp.kernels.experts.sizes import most_slots
@@ -37,6 +36,7 @@ from megacpp.memory.block_trace import DOCUMENT
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.recompute import PLAIN, Recompute
+from megacpp.torch_extras import wide
 from parallel.expert.even_routing import EvenRouting, Exchanged
 from parallel.expert.parallel import ExpertDispatch
 from parallel.simulate import gpu_stand_ins

@@ -15,8 +15,8 @@ from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.dense.module import MLP, is_plain
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels import gated_linear as kernel
-from megacpp.kernels.autograd import needs_input_grad_now
 from megacpp.kernels.gated_linear import gated, gated_gradients, gated_linear, gated_product
+from megacpp.torch_extras import needs_input_grad_now
 
 BOTH = pytest.mark.parametrize("num", [2, 1], ids=["swiglu", "relu2"])
 

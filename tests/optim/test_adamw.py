@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from megacpp.dtensor import local_part
+from megacpp.torch_extras import local_part
 from optim.adamw import adamw_update, new_state
 from tests.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megacpp.dtensor import local_part
+from megacpp.torch_extras import local_part
 from optim.clip import clip_gradients
 from tests.ranks import run_ranks
 

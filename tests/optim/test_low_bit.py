@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from megacpp.dtensor import local_part
 from megacpp.errors import ConfigError
+from megacpp.torch_extras import local_part
 from optim import low_bit
 from optim.adamw import adamw_update, new_state
 from optim.low_bit import BLOCKS, Bits, is_packed, low_bit_update, plain, write

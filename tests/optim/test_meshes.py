@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megacpp.config.schema import MeshConfig
-from megacpp.dtensor import local_part
+from megacpp.torch_extras import local_part
 from optim.clip import clip_gradients
 from optim.muon import Width
 from optim.muon_adamw import MuonAdamW

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megacpp.dtensor import local_part
+from megacpp.torch_extras import local_part
 from optim.muon import Width
 from optim.muon_adamw import MuonAdamW
 from optim.ownership import MatrixView

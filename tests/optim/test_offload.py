@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from megacpp.dtensor import local_part
 from megacpp.errors import ConfigError
+from megacpp.torch_extras import local_part
 from optim.adamw import adamw_update, new_state
 from optim.offload import new_offloaded_state, offloaded_update
 from tests.ranks import run_ranks

@@ -293,7 +293,7 @@ WORKAROUNDS = [
     Workaround("parallel/watched_units.py", NONE, one_shard_reduces_nothing),
     Workaround("optim/clip.py", NONE, strided_shards_are_no_shards),
     Workaround("parallel/pipeline.py", "pytorch#136766", zero_bubble_recomputes_twice),
-    Workaround("megacpp/kernels/autograd.py", "pytorch#56500", needs_input_grad_is_of_the_forward),
+    Workaround("megacpp/torch_extras.py", "pytorch#56500", needs_input_grad_is_of_the_forward),
     Workaround("megacpp/model/hybrid.py", "pytorch/torchtitan#2252", leaving_meta_unties),
     Workaround("megacpp/model/hybrid.py", NONE, an_embedding_on_meta_imports_dynamo),
     Workaround("optim/adamw.py", "pytorch#147653", fused_adamw_wants_one_dtype),
@@ -322,7 +322,7 @@ FOR_OLDER = [
 ]
 # Names without a promise that our code imports or calls, and who does.
 PRIVATE = {
-    "torch._C:_will_engine_execute_node": "megacpp/kernels/autograd.py",
+    "torch._C:_will_engine_execute_node": "megacpp/torch_extras.py",
     "torch._C:_current_graph_task_id": "megacpp/model/recompute.py",
     "torch._C:_accelerator_setAllocatorSettings": "megacpp/launch/gate.py",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultReduceScatter": (

@@ -16,7 +16,7 @@ from megacpp.cli.dry_run import dependencies
 from megacpp.cli.main import main
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import MeshConfig
-from megacpp.dtensor import is_dtensor
+from megacpp.torch_extras import is_dtensor
 from parallel.plans import row_of
 from parallel.simulate.drawing import BACKWARD, FORWARD, STEP, draw, gathers_again
 from parallel.simulate.dry_run import dry_run

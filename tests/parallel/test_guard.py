@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import MeshConfig
-from megacpp.dtensor import local_part
 from megacpp.errors import NonFiniteError
 from megacpp.model.hybrid import HybridLM
 from megacpp.run.step_status import StepStatus
+from megacpp.torch_extras import local_part
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary

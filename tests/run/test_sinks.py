@@ -24,7 +24,7 @@ from megacpp.errors import ConfigError
 from megacpp.run.metrics import MetricsLog, settings_of
 from megacpp.run.profiling import StepProfile
 from megacpp.run.sinks import TensorBoard, WeightsAndBiases, check_sinks, tagged
-from megacpp.trace_region import region
+from megacpp.torch_extras import region
 from tests.launch import forked
 from tests.test_run import SMALL, records
 

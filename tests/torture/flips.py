@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import MeshConfig, RunConfig
-from megacpp.dtensor import is_dtensor
 from megacpp.state.digests import Digests
 from megacpp.state.rng import rng_state
 from megacpp.state.tensors import model_tensors
+from megacpp.torch_extras import is_dtensor
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.audit import AuditedBoundary

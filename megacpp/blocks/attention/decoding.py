@@ -53,7 +53,7 @@ class CachedHeads(nn.Module):
 
     attention: AttentionConfig
     head_dim: int
-    inner: nn.Module
+    inner: Any
     _qkv: Any
     _out: Any
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.attention.rope import rotary_table, rotary_table_at
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.linears import wide_linear
 from megacpp.kernels.sparse_attention.indexer import choose_keys
 from megacpp.kernels.sparse_attention.indexer_loss import Target, indexer_loss
@@ -30,6 +29,7 @@ from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
 from megacpp.model.recompute import recomputing
 from megacpp.model.token_cache import TokenCache
+from megacpp.torch_extras import wide
 
 KEY_EPS = 1e-6  # of the norm of keys (DeepSeek-V3.2)
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.blocks.attention.config import AttentionConfig, YarnConfig
-from megacpp.kernels.autograd import wide
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import wide
 
 
 def inverse_frequencies(

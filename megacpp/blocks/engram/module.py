@@ -28,18 +28,17 @@ from megacpp.blocks.engram.config import EngramConfig
 from megacpp.blocks.engram.sizes import engram_primes, memory_width, table_rows
 from megacpp.blocks.ngram.hashing import PAD, hashed_orders, odd_multipliers
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.autograd import autocast_dtype
 from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.memory_gate import memory_gate
 from megacpp.kernels.rms_norm import rms_norm
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract
+from megacpp.model.head import Table
 from megacpp.model.init import Constant, Normal, Rule
 from megacpp.model.linear_init import input_rule
-from megacpp.model.lookup import Table
 from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.short_conv import Convolve, ShortConv
-from megacpp.model.transfer import listed
+from megacpp.torch_extras import autocast_dtype, listed
 
 NORM_EPS = 1e-5  # in front of the convolution, as in the source
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from megacpp.blocks.gated_deltanet.descriptor import GATED_DELTANET
 from megacpp.blocks.gated_deltanet.scan import NO_WEIGHTS, DeltaInputs, GatedDeltaScan
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.gated_delta_rule.reference import gated_delta_step
@@ -34,6 +33,7 @@ from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.short_conv import Convolve, ShortConv, stacked
+from megacpp.torch_extras import wide
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.m2rnn.backends import m2rnn_carried, m2rnn_chunked
 from megacpp.kernels.m2rnn.chunks import StateClip
 from megacpp.model.documents import Documents
 from megacpp.model.scan import HeadTensors, TokenTensors
+from megacpp.torch_extras import wide
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megacpp.model.transfer import listed
+from megacpp.torch_extras import listed
 
 PAD = 0  # stands in front of a document: <pad> of megacpp/data/specials.py
 

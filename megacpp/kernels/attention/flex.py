@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from megacpp.kernels.autograd import autocast_dtype
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import autocast_dtype
 
 BLOCK = 128  # tokens of a block, of queries and of keys: flex's default
 PLACES = 2**31  # more than a row has tokens

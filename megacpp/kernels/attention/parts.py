@@ -21,7 +21,7 @@ from megacpp.kernels.attention.softcap import (
     query_blocks,
     rows_times,
 )
-from megacpp.kernels.autograd import wide
+from megacpp.torch_extras import wide
 
 
 @dataclass(frozen=True)

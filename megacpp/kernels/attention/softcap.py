@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megacpp.kernels.autograd import wide
+from megacpp.torch_extras import wide
 
 BLOCK = 128  # query tokens at a time
 

@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.autograd import autocast_dtype
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import autocast_dtype
 
 # From 2.12 torch has an argument for grouped heads; 2.11 takes them without one: the kernel is the
 # same. Deleted with the support of 2.11.

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.autograd import autocast_dtype
 from megacpp.kernels.experts.sizes import CPU_ROWS, GPU_ROWS
-from megacpp.model.transfer import listed
+from megacpp.torch_extras import autocast_dtype, listed
 
 # Slots of each expert, in order; the last one owns the rest. None: all have as many, and
 # one batched product does it. One count more than experts is of slots at the end that no expert

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.experts.sizes import most_slots
-from megacpp.model.transfer import listed
+from megacpp.torch_extras import listed
 
 
 @dataclass(frozen=True)

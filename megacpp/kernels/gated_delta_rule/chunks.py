@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.gated_delta_rule.reference import gated_delta_sequential, unit
 from megacpp.kernels.m2rnn.chunks import no_autocast
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import wide
 
 
 def gated_delta_rule(

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.kernels.autograd import needs_input_grad_now, wide
 from megacpp.kernels.hyper_connections.sinkhorn import (
     EPS,
     TINY,
@@ -32,6 +31,7 @@ from megacpp.kernels.hyper_connections.sinkhorn import (
     sinkhorn_gradient,
     sinkhorn_reference,
 )
+from megacpp.torch_extras import needs_input_grad_now, wide
 
 CHUNK = 1 << 24  # numbers of all streams that are in fp32 at once
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megacpp.kernels.autograd import autocast_dtype, wide
+from megacpp.torch_extras import autocast_dtype, wide
 
 IGNORED = -100
 FEWEST_ROWS = 128  # below, the products of a chunk are too thin to run at full speed

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.linear_cross_entropy.chunked import (
     IGNORED,
     CrossEntropy,
@@ -19,6 +18,7 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     join_chunks,
     soft_cap,
 )
+from megacpp.torch_extras import wide
 
 
 def linear_cross_entropy_plain(

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
     Mamba3State,
@@ -32,6 +31,7 @@ from megacpp.kernels.mamba3.inputs import (
 )
 from megacpp.kernels.mamba3.segments import fold, per_head, summarize, turned
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import wide
 
 
 def carried_outputs(

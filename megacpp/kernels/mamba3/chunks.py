@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.chunk_carry import carried_sum
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
@@ -40,6 +39,7 @@ from megacpp.kernels.mamba3.product import chunk_scan
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents
 from megacpp.model.recompute import PLAIN, Recompute
+from megacpp.torch_extras import wide
 
 NOTHING = 1e-35  # a weight below it counts as this much, and its logarithm stays finite
 

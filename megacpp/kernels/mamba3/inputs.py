@@ -14,9 +14,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.scan import HeadTensors, RowTensors, ScanDims, TokenTensors
+from megacpp.torch_extras import wide
 
 # Which elements of the N axis rotate together: (2i, 2i + 1), or (i, i + N/2).
 Pairing = Literal["interleaved", "half"]

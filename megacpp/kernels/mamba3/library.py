@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.mamba3.carried import carried_outputs, final_state
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
@@ -35,6 +34,7 @@ from megacpp.kernels.mamba3.inputs import (
 )
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import wide
 
 Kernel = Callable[..., Any]
 

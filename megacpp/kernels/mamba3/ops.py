@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.autograd import wide
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import wide
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.chunk_carry import carry
 from megacpp.kernels.mamba3.ops import Chunks
+from megacpp.torch_extras import wide
 
 
 def chunk_scan(

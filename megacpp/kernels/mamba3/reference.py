@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
     Mamba3State,
@@ -30,6 +29,7 @@ from megacpp.kernels.mamba3.inputs import (
     to_halves,
 )
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import wide
 
 
 def mamba3_step(

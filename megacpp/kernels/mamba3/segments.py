@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
     Mamba3State,
@@ -37,6 +36,7 @@ from megacpp.kernels.mamba3.inputs import (
 )
 from megacpp.model.documents import Documents
 from megacpp.model.scan import RowTensors
+from megacpp.torch_extras import wide
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megacpp.kernels.attention.causal import document_mask
-from megacpp.kernels.autograd import wide
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import wide
 
 QUERIES, KEYS = 256, 1024  # of a tile
 # Bytes of the products of heads that are made at once; at least one head's. A CPU gains nothing; on

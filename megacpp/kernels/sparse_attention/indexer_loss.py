@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megacpp.kernels.attention.causal import document_mask
-from megacpp.kernels.autograd import wide
 from megacpp.kernels.sparse_attention.indexer import query_blocks, tile_gradients, tile_scores
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import wide
 
 
 @dataclass(frozen=True)

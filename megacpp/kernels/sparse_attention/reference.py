@@ -20,8 +20,8 @@ from megacpp.kernels.attention.softcap import (
     block_starts,
     rows_times,
 )
-from megacpp.kernels.autograd import wide
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import wide
 
 
 def sparse_attention(
