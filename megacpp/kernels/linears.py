@@ -1,11 +1,12 @@
-"""Linear layers that read one input, and those whose weight is kept wider than their input.
+"""Linear layers of a block that keep less than autograd alone would, or take fewer kernels.
 
-    linears         gradients of the one input are added inside the products
-    wide_linear     a router's product: no wide copy of the input is kept
+    linears         layers of one input, whose gradients are added inside the products; autograd
+                    takes n - 1 kernels for those of n layers
+    gated_linear    w2 h with h = silu(gate) * up or relu(gate)^2, the second half of a feed-forward,
+                    without saving h: the backward makes it again from gate and up, the only two
+                    saved activations of hidden width
 
-Autograd alone adds the layers' gradients of the input in kernels of their own: n - 1 for n layers.
-
-Legend: D input width, O outputs of one layer; T rows, E outputs where few.
+Legend: D input width, O outputs of one layer, F hidden.
 """
 
 from __future__ import annotations
@@ -56,24 +57,6 @@ def products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     return _Products.apply(x, *weights, autocast_dtype(x))  # type: ignore[return-value]
 
 
-def wide_linear(x_TD: Tensor, weight_ED: Tensor, backend: str = "torch") -> tuple[Tensor, Tensor]:
-    """Return x W^T `[T, E]` in the dtype of the weight, saving `x` in its own, and x itself.
-
-    Backward adds the gradient of the second result to that of the product in one pass. By torch
-    the product is bit for bit `F.linear(x.to(weight.dtype), weight)`, of which autograd would keep
-    the wide copy. The kernels read `x` as it is, and write no wide copy either.
-
-    Args:
-        x_TD: input.
-        weight_ED: weight.
-        backend: `triton` takes the kernels where x has 16 bits and the weight 32.
-    """
-    narrow = x_TD.dtype in (torch.bfloat16, torch.float16) and weight_ED.dtype == torch.float32
-    kernels = backend == "triton" and narrow and not torch.compiler.is_compiling()
-    with torch.autocast(x_TD.device.type, enabled=False):
-        return _WideLinear.apply(x_TD, weight_ED, kernels)  # type: ignore[return-value]
-
-
 def is_plain(linear: nn.Linear) -> bool:
     """Return whether calling a linear layer is `F.linear` of its weight.
 
@@ -82,6 +65,65 @@ def is_plain(linear: nn.Linear) -> bool:
     own = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
     hooks = (linear._forward_hooks, linear._forward_pre_hooks)
     return own and not any(hooks) and not (linear._backward_hooks or linear._backward_pre_hooks)
+
+
+def gated(gate: Tensor, up: Tensor | None = None, backend: str = "torch") -> Tensor:
+    """Return silu(gate) * up (SwiGLU), or relu(gate)^2 where there is no `up`; saves its arguments.
+
+    Args:
+        gate: `[..., F]`.
+        up: `[..., F]`, or None.
+        backend: of `gates` (megacpp/kernels/selection.py).
+    """
+    if torch.compiler.is_compiling() or backend == "reference":
+        return gated_product(gate, up)
+    return _Gated.apply(gate, up, backend)  # type: ignore[return-value]
+
+
+def gated_linear(
+    w_DF: Tensor, gate: Tensor, up: Tensor | None = None, backend: str = "torch"
+) -> Tensor:
+    """Return `F.linear(gated_product(gate, up), w_DF)`, by torch bit for bit; saves its arguments.
+
+    Under autocast the product and the weight are cast as `F.linear` casts them, and again in
+    backward: no copy is saved.
+
+    Args:
+        w_DF: weight.
+        gate: `[..., F]`.
+        up: `[..., F]`, or None.
+        backend: of `gates` (megacpp/kernels/selection.py).
+    """
+    if torch.compiler.is_compiling() or backend == "reference":
+        return F.linear(gated_product(gate, up), w_DF)
+    how = autocast_dtype(gate), backend
+    return _GatedLinear.apply(gate, w_DF, up, *how)  # type: ignore[return-value]
+
+
+def gated_product(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Return the definition of `gated`, in torch's operators.
+
+    Args:
+        gate: `[..., F]`.
+        up: `[..., F]`, or None.
+    """
+    return F.relu(gate).square() if up is None else F.silu(gate) * up
+
+
+def _active(gate: Tensor, up: Tensor | None) -> Tensor:
+    return F.relu(gate) if up is None else F.silu(gate)
+
+
+def _gradients(
+    dh: Tensor, active: Tensor, gate: Tensor, up: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return gradients of gate and up, given relu(gate) or silu(gate), whose memory is reused.
+
+    They are rounded in the order in which autograd rounds them.
+    """
+    if up is None:
+        return torch.ops.aten.threshold_backward((2.0 * active).mul_(dh), active, 0.0), None
+    return torch.ops.aten.silu_backward(dh * up, gate), active.mul_(dh)
 
 
 class _Products(torch.autograd.Function):
@@ -111,34 +153,66 @@ class _Products(torch.autograd.Function):
         return dx if dx is None else dx.view(x.shape).to(x.dtype), *dw, None
 
 
-class _WideLinear(torch.autograd.Function):
-    """Product y = x w^T of a narrow x and a wide w; x is a second result."""
-
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, kernels: bool) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x_TD, weight_ED)
-        ctx.set_materialize_grads(False)
-        ctx.kernels = kernels
-        if kernels:
-            from megacpp.kernels import triton_wide_linear
-
-            return triton_wide_linear.forward(x_TD, weight_ED), x_TD.detach()
-        return F.linear(x_TD.to(weight_ED.dtype), weight_ED), x_TD.detach()
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, backend: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.backend = backend
+        return in_triton().hidden(gate, up) if backend == "triton" else gated_product(gate, up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-        (grad_TE, beside_TD), (x_TD, weight_ED) = grads, ctx.saved_tensors
-        need_x, need_weight = needs_input_grad_now(ctx)[:2]
-        if grad_TE is None:  # nothing learns from the product
-            return beside_TD, None, None
-        if ctx.kernels:
-            from megacpp.kernels import triton_wide_linear as fused
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.backend == "triton":
+            return *in_triton().hidden_backward(dh.clone(), *ctx.saved_tensors)[1:], None
+        gate, up = ctx.saved_tensors
+        return *_gradients(dh, _active(gate, up), gate, up), None
 
-            dx_TD = fused.input_gradient(grad_TE, weight_ED, x_TD, beside_TD) if need_x else None
-            return dx_TD, (fused.weight_gradient(grad_TE, x_TD) if need_weight else None), None
-        with torch.autocast(x_TD.device.type, enabled=False):
-            dx_TD = grad_TE.mm(weight_ED).to(x_TD.dtype) if need_x else None
-            dx_TD = dx_TD if dx_TD is None or beside_TD is None else dx_TD.add_(beside_TD)
-            dw_ED = grad_TE.T.mm(x_TD.to(weight_ED.dtype)) if need_weight else None
-        return dx_TD, dw_ED, None
+
+class _GatedLinear(torch.autograd.Function):
+    """Product w2 h with dw2 = dy^T h, dh = dy w2; by torch h is never alive beside its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        w_DF: Tensor,
+        up: Tensor | None,
+        dtype: torch.dtype | None,
+        backend: str,
+    ) -> Tensor:
+        ctx.save_for_backward(gate, w_DF, up)
+        ctx.dtype, ctx.backend = dtype, backend
+        product = in_triton().hidden if backend == "triton" else gated_product
+        return F.linear(cast(product(gate, up), dtype), cast(w_DF, dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, w_DF, up = ctx.saved_tensors
+        need_gate, need_w, need_up = needs_input_grad_now(ctx)[:3]
+        dgate = dw_DF = dup = None
+
+        def of_weight(h: Tensor) -> Tensor:
+            h_SF = cast(h, ctx.dtype).reshape(-1, h.shape[-1])
+            return (dy.reshape(-1, dy.shape[-1]).mT @ h_SF).to(w_DF.dtype)
+
+        def of_product() -> Tensor:
+            return (dy @ cast(w_DF, ctx.dtype)).to(gate.dtype)
+
+        if ctx.backend == "triton" and (need_gate or need_up):
+            h, dgate, dup = in_triton().hidden_backward(of_product(), gate, up, need_w)
+            return dgate, None if h is None else of_weight(h), dup, None, None
+        active = _active(gate, up)
+        if need_w:
+            dw_DF = of_weight(active.square() if up is None else active * up)
+        if need_gate or need_up:
+            dgate, dup = _gradients(of_product(), active, gate, up)
+        return dgate, dw_DF, dup, None, None
+
+
+def in_triton() -> Any:
+    """Return triton_gates.py, which imports Triton."""
+    from megacpp.kernels import triton_gates
+
+    return triton_gates

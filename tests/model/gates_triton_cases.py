@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megacpp.kernels import triton_gates
-from megacpp.kernels.gated_linear import gated, gated_linear
+from megacpp.kernels.linears import gated, gated_linear
 from megacpp.kernels.recurrent_gates import decay, gated_ranks, gated_residual, steps
 from tests.model.triton_interpreter import mend
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.gated_linear import gated, gated_linear
-from megacpp.kernels.linears import is_plain, linears
+from megacpp.kernels.linears import gated, gated_linear, is_plain, linears
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
