@@ -20,6 +20,7 @@ from megacpp.kernels.memory_gate import memory_gate
 from megacpp.kernels.sparse_attention.indexer import choose_keys
 from megacpp.kernels.token_order import TokensAhead
 from megacpp.lessons.models import small
+from megacpp.model.beside import tokens_beside
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
@@ -125,7 +126,7 @@ def hashed_rows() -> Drawing:
     multipliers = odd_multipliers(seed=1, layer=0, num_ids=100, order=3)
     ids = torch.tensor([[7, 3, 7]])
     docs = Documents.rows(1, 3).with_tokens(ids, ids)
-    shifted = [docs.tokens_beside(-back, PAD) for back in range(3)]
+    shifted = [tokens_beside(docs, -back, PAD) for back in range(3)]
     found = hashed_orders(shifted, multipliers, list(PRIMES))[0].tolist()
     drawing = Drawing(760, "Rows that two n-grams read in four tables: some shared, others not")
     drawing.legend(16, 12, [(0, "read after 0 7 3"), (1, "read after 7 3 7"), (2, "both"),

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.model.documents import Documents, beside
+from megacpp.model.beside import beside
+from megacpp.model.documents import Documents
 from megacpp.torch_extras import to_device
 
 IGNORED = -100  # label of a position that predicts nothing

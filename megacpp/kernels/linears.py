@@ -2,7 +2,7 @@
 
     linears         layers of one input, whose gradients are added inside the products; autograd
                     takes n - 1 kernels for those of n layers
-    gated_linear    w2 h with h = silu(gate) * up or relu(gate)^2, the second half of a feed-forward,
+    gated_linear    w2 h with h = silu(gate) * up or relu(gate)^2, a feed-forward's second half,
                     without saving h: the backward makes it again from gate and up, the only two
                     saved activations of hidden width
 

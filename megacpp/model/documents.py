@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -152,20 +152,6 @@ class Documents:
         assert self.row is None, "ids of a part of the tokens"
         return replace(self, tokens_BT=tokens_BT, labels_BT=labels_BT)
 
-    def tokens_beside(self, by: int, fill: int) -> Tensor:
-        """Return for each token the id `by` tokens after it (before it: `by` < 0), `[B, T]`.
-
-        The id is `fill` where the token's document has no such token.
-        """
-        return self._beside("tokens_BT", by, fill)
-
-    def labels_beside(self, by: int, fill: int) -> Tensor:
-        """Return for each token the label `by` tokens after it, `[B, T]`.
-
-        The label is `fill` where the token's document has no such token.
-        """
-        return self._beside("labels_BT", by, fill)
-
     def to(self, device: torch.device | str) -> Documents:
         """Return the documents on another device, with boundaries that only the host can compute.
 
@@ -175,13 +161,6 @@ class Documents:
         here = replace(self, boundaries=self.cu_seqlens) if leaves and not self.whole else self
         there = {k: to_device(x, device) for k, x in vars(here).items() if isinstance(x, Tensor)}
         return replace(here, row=None if self.row is None else self.row.to(device), **there)
-
-    def _beside(self, what: Literal["tokens_BT", "labels_BT"], by: int, fill: int) -> Tensor:
-        row = self if self.row is None else self.row
-        values_BT = getattr(row, what)
-        assert values_BT is not None, "documents that know no tokens (Documents.with_tokens)"
-        found_BT = beside(values_BT, row.ids_BT, by, fill)
-        return found_BT if self.index_T is None else found_BT[:, self.index_T]
 
     def _lengths(self) -> tuple[Tensor, Tensor]:
         starts_BT = self.starts_BT
@@ -200,26 +179,6 @@ class Documents:
         starts_BT[:, :: T // self.pieces] = True
         starts = starts_BT.flatten().nonzero().flatten()
         return torch.nn.functional.pad(starts, (0, 1), value=B * T).to(torch.int32)
-
-
-def beside(values_BT: Tensor, documents_BT: Tensor, by: int, fill: int) -> Tensor:
-    """Return values of whole rows moved `by` tokens to the left within documents, `[B, T]`.
-
-    Args:
-        values_BT: ids or labels.
-        documents_BT: document ids.
-        by: tokens; negative ones move to the right.
-        fill: value where the document has no such token.
-    """
-    if by == 0:
-        return values_BT
-    moved_BT = torch.full_like(values_BT, fill)
-    if abs(by) >= values_BT.shape[1]:
-        return moved_BT
-    here, there = (slice(None, -by), slice(by, None)) if by > 0 else (slice(-by, None), slice(by))
-    same_BT = documents_BT[:, here] == documents_BT[:, there]
-    moved_BT[:, here] = torch.where(same_BT, values_BT[:, there], fill)
-    return moved_BT
 
 
 def documents_of(x_BTD: Tensor, docs: Documents | None) -> Documents:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.blocks.mtp.module import IGNORED, MultiTokenPrediction, PredictionBlock
 from megacpp.config.schema import ModelConfig
-from megacpp.model.documents import Documents, beside
+from megacpp.model.beside import beside, labels_beside
+from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.init import initialise
 from tests.golden.harness import GoldenFile
@@ -96,7 +97,7 @@ def check_chain(golden: GoldenFile, post: bool) -> None:
     depths = golden.config["depth"]
     emb, h0 = golden.input("emb", grad=True), golden.input("h0", grad=True)
 
-    labels = [docs.labels_beside(k, IGNORED) for k in range(1, depths + 1)]
+    labels = [labels_beside(docs, k, IGNORED) for k in range(1, depths + 1)]
     valid = [(of_depth != IGNORED).sum() for of_depth in labels]
     mtp.weigh(B * T, torch.stack(valid), step=0, steps=1)
     hidden_NTD = mtp(partial(F.embedding, weight=emb), h0, h0, docs)

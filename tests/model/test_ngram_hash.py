@@ -7,6 +7,7 @@ import torch
 
 from megacpp.blocks.ngram.hashing import PAD, hashed, hashed_orders, odd_multipliers
 from megacpp.data import specials
+from megacpp.model.beside import tokens_beside
 from megacpp.model.documents import Documents
 from megacpp.model.primes import is_prime, primes_from
 
@@ -49,7 +50,7 @@ def test_rows_are_those_of_whole_numbers(order: int, large: bool) -> None:
     ids_BT = torch.randint(0, 50, (2, 13), generator=generator)
     starts_BT = torch.rand(2, 13, generator=generator) < 0.25
     docs = Documents.from_ids(starts_BT.cumsum(1)).with_tokens(ids_BT, ids_BT)
-    by_shift = [docs.tokens_beside(-shift, PAD) for shift in range(order)]
+    by_shift = [tokens_beside(docs, -shift, PAD) for shift in range(order)]
     multipliers = odd_multipliers(3, 1, 2 if large else 50, order)  # large: products wrap
     multipliers = tuple(m | 2**62 for m in multipliers) if large else multipliers
     primes = primes_from(40, 4)

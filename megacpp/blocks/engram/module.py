@@ -31,6 +31,7 @@ from megacpp.config.schema import ModelConfig
 from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.memory_gate import memory_gate
 from megacpp.kernels.rms_norm import rms_norm
+from megacpp.model.beside import tokens_beside
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.head import Table
@@ -164,7 +165,7 @@ class Engram(nn.Module):
     def shifted(self, docs: Documents) -> list[Tensor]:
         """Ids `[B, T]` of each token, of the one before it, ..."""
         order = self.config.engram.max_order
-        return [self._ids(docs.tokens_beside(-shift, self.pad)) for shift in range(order)]
+        return [self._ids(tokens_beside(docs, -shift, self.pad)) for shift in range(order)]
 
     def init_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> EngramState:
         """Return the state of `batch` empty documents."""
@@ -179,7 +180,7 @@ class Engram(nn.Module):
         v_BTSD = self._gated(self.recall(self.rows(docs)), x_BTSD)
         normed_BTC = self._normed(v_BTSD)
         e = self.config.engram
-        by_shift = [docs.tokens_beside(-n, self.pad)[:, -1] for n in range(e.max_order - 1)]
+        by_shift = [tokens_beside(docs, -n, self.pad)[:, -1] for n in range(e.max_order - 1)]
         taps = last_inputs(normed_BTC, (e.conv_kernel - 1) * e.max_order)
         state = EngramState(torch.stack(by_shift[::-1], 1), taps)
         return v_BTSD.view_as(x) + self.conv(normed_BTC, docs).view_as(x), state

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megacpp.blocks.mtp.plan import block_model, coefficient, depth_weights, num_blocks
 from megacpp.config.schema import ModelConfig
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
+from megacpp.model.beside import labels_beside, tokens_beside
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.head import AheadStates, LossSum
@@ -125,11 +126,11 @@ class MultiTokenPrediction(AuxiliarySource):
 
     def ids(self, docs: Documents) -> Tensor:
         """Return the ids 1 to K tokens ahead, `[K B, T]`; 0 where the document has none."""
-        return torch.cat([docs.tokens_beside(k, 0) for k in self._depths()])
+        return torch.cat([tokens_beside(docs, k, 0) for k in self._depths()])
 
     def ahead(self, hidden_NTD: Tensor, docs: Documents) -> AheadStates:
         """Return hidden states, labels and weights of all depths for the head."""
-        labels_NT = torch.cat([docs.labels_beside(k, IGNORED) for k in self._depths()])
+        labels_NT = torch.cat([labels_beside(docs, k, IGNORED) for k in self._depths()])
         weights_N = self.weights_K.repeat_interleave(labels_NT.numel() // self.mtp.depths)
         return AheadStates(hidden_NTD, labels_NT, weights_N, self.mtp.detach_head)
 

@@ -46,7 +46,7 @@ def hashed(
 
     Args:
         ids_by_shift: int64 `[B, T]`: the ids themselves, those one token back, ... (n of them;
-            `Documents.tokens_beside(-shift, PAD)`).
+            `tokens_beside(docs, -shift, PAD)`).
         multipliers: at least n.
         primes: numbers of rows of the tables.
     """

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megacpp.blocks.ngram.hashing import PAD, hashed_orders, odd_multipliers
 from megacpp.config.schema import ModelConfig
+from megacpp.model.beside import tokens_beside
 from megacpp.model.documents import Documents
 from megacpp.model.head import Table
 from megacpp.model.init import Constant, Normal, Rule
@@ -49,7 +50,7 @@ class NgramEmbedding(nn.Module):
 
     def rows_of(self, docs: Documents) -> Tensor:
         """Return rows int64 `[B, T, K]` of the stacked table for each token and table, by n."""
-        return self._rows([docs.tokens_beside(-back, PAD) for back in range(self.order)])
+        return self._rows([tokens_beside(docs, -back, PAD) for back in range(self.order)])
 
     def init_state(self, batch: int, device: torch.device) -> Tensor:
         """Return the last ids before an empty sequence, `[B, order - 1]`, the nearest first."""
@@ -57,7 +58,7 @@ class NgramEmbedding(nn.Module):
 
     def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, Tensor]:
         """Return `x_BTD` plus the n-gram embeddings of a prompt, and the state behind it."""
-        recent = [docs.tokens_beside(-back, PAD)[:, -1] for back in range(self.order - 1)]
+        recent = [tokens_beside(docs, -back, PAD)[:, -1] for back in range(self.order - 1)]
         return self(x_BTD, docs), torch.stack(recent, 1)
 
     def step(self, x_BD: Tensor, ids_B: Tensor, state_BN: Tensor) -> tuple[Tensor, Tensor]:
