@@ -36,10 +36,15 @@ from megacpp.torch_extras import region, to_device
 from parallel.build import autocast_dtype, stages_of
 from parallel.context.layout import ContextLayout, share
 from parallel.expert.load import LoadTable
-from parallel.guard import NonFiniteGuard
-from parallel.loss_scale import LossScale
 from parallel.mesh import World
-from parallel.step_sums import StepReduction, StepSums, Totals, microbatch_sums
+from parallel.step_sums import (
+    LossScale,
+    NonFiniteGuard,
+    StepReduction,
+    StepSums,
+    Totals,
+    microbatch_sums,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

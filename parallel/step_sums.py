@@ -1,16 +1,37 @@
-"""Counts of a step, and the sums of its microbatches, over all ranks."""
+"""What a step adds up over microbatches and ranks, and what keeps a bad one from being applied.
+
+Totals, StepReduction, StepSums    counts and sums
+NonFiniteGuard                     looks at gradients before ranks add them up
+LossScale                          fp16's factor of the loss, halved by a step that overflows
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megacpp.config.schema import PrecisionConfig
 from megacpp.data.batches import Batch
 from megacpp.model.auxiliary import TERMS
 from megacpp.model.head import LossSum
+from megacpp.model.hybrid import HybridLM
+from megacpp.torch_extras import is_dtensor
+from parallel.mesh import World
+from parallel.watched_units import watched_units
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+    from parallel.stages import Stage
+
+LEAST, MOST = 2.0**-16, 2.0**32  # beyond these no step's gradients tell anything
 
 
 @dataclass(frozen=True)
@@ -143,3 +164,132 @@ class StepSums:
     def target_bytes(self) -> int:
         """Bytes that the labels encode; waits for the device."""
         return int(self.totals.target_bytes)
+
+
+class NonFiniteGuard:
+    """Guard that counts gradient values which aren't finite, and zeroes them, before any sum.
+
+    A sum over ranks spreads one NaN to all of them and hides where it came from. So each rank looks
+    at what it is about to give: the flat buffer of every reduce-scatter of FSDP2, and, where a unit
+    has no such reduction (one shard, one process), the gradients themselves. Counts stay on the
+    device; they travel with the gradient norm, so that nothing waits that wouldn't wait anyway.
+
+    Attributes:
+        names: of what is watched: units of FSDP2, then parameters that no reduction sees.
+        counts: int64, values of each that weren't finite since `reset`, on this rank.
+    """
+
+    def __init__(
+        self, model: HybridLM, world: World, stages: Sequence[Stage] = (), looks: bool = True
+    ) -> None:
+        """Watch the gradients of a model.
+
+        Args:
+            model: this rank's part of the model.
+            world: ranks that add up gradients.
+            stages: of this rank, where a pipeline has some; these are then the roots of FSDP2.
+            looks: False watches nothing: no pass over gradients, and no count.
+        """
+        units, unseen = watched_units(model, world, stages) if looks else ([], lambda name: False)
+        self.loose = [(name, p) for name, p in model.named_parameters() if unseen(name)]
+        self.names = [name for name, _ in (*units, *self.loose)]
+        self.counts = torch.zeros(len(self.names), dtype=torch.int64, device=world.device)
+        for number, (_, unit) in enumerate(units):
+            look_before_reduction(unit, partial(self.clean, number))
+
+    @property
+    def total(self) -> Tensor:
+        """Number of non-finite values on this rank since `reset`, 0-d fp64."""
+        return self.counts.sum(dtype=torch.float64)
+
+    @torch.no_grad()
+    def clean(self, number: int, values: Tensor) -> None:
+        """Count the non-finite entries of `values` and put zeros there.
+
+        A CPU checks first whether there is any, which costs less than a count; a GPU would have to
+        wait for the answer.
+
+        Args:
+            number: row of `counts`.
+            values: any shape; changed in place.
+        """
+        if not values.numel():
+            return
+        looks = values.device.type == "cpu"
+        if looks and math.isfinite(torch.linalg.vector_norm(values).item()):
+            return  # the 2-norm is the cheapest look by far; where it overflows, the count decides
+        self.counts[number] += values.numel() - values.isfinite().sum()
+        torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def clean_unreduced(self) -> None:
+        """Clean gradients that no reduce-scatter has seen; call it after the last backward.
+
+        No other rank has received any part of these yet.
+        """
+        first = len(self.names) - len(self.loose)
+        for number, (_, p) in enumerate(self.loose, first):
+            if p.grad is not None:
+                self.clean(number, p.grad.to_local() if is_dtensor(p.grad) else p.grad)
+
+    def reset(self) -> None:
+        """Zero all counts."""
+        self.counts.zero_()
+
+    def found(self) -> dict[str, int]:
+        """Return counts by name, without the zeros; waits for the device."""
+        return {n: c for n, c in zip(self.names, self.counts.tolist(), strict=True) if c}
+
+
+def look_before_reduction(unit: FSDPModule, look: Callable[[Tensor], None]) -> None:
+    """Have a unit's reduce-scatters show their flat input first, which `look` may change.
+
+    It is in the dtype of the reduction and belongs to FSDP2, which drops it afterwards.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    class Watched(DefaultReduceScatter):
+        def __call__(
+            self,
+            output_tensor: Tensor,
+            input_tensor: Tensor,
+            group: dist.ProcessGroup,
+            op: Any,
+            async_op: bool = False,
+        ) -> Any:
+            look(input_tensor)
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+    unit.set_custom_reduce_scatter(Watched())
+
+
+class LossScale:
+    """Loss scale, dynamic for fp16: halved by a skipped step, doubled after many good ones.
+
+    Any other precision has the exponents of fp32 and needs no scale: 1 forever. Powers of two, so
+    that scaling a gradient there and back is exact (Micikevicius et al., arXiv 1710.03740).
+    """
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        self.dynamic = config.dtype == "fp16"
+        self.value = config.loss_scale if self.dynamic else 1.0
+        self.growth_interval = config.loss_scale_growth
+        self.good_steps = 0  # in a row since the scale last changed
+
+    def update(self, stepped: bool) -> None:
+        """Update the scale once per optimizer step, after it was applied or left out."""
+        if not self.dynamic:
+            return
+        self.good_steps = self.good_steps + 1 if stepped else 0
+        if not stepped:
+            self.value = max(LEAST, self.value * 0.5)
+        elif self.good_steps >= self.growth_interval:
+            self.value, self.good_steps = min(MOST, self.value * 2.0), 0
+
+    def state(self) -> dict[str, float | bool]:
+        """Return the state that a resumed run needs."""
+        return {"dynamic": self.dynamic, "value": self.value, "good_steps": self.good_steps}
+
+    def restore(self, state: dict[str, float | bool]) -> None:
+        """Restore the state; a run whose precision changed starts with its own scale."""
+        if self.dynamic and state["dynamic"]:
+            self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

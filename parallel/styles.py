@@ -24,7 +24,6 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     VocabularyShard,
     merge_statistics,
 )
-from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead, Table
 from megacpp.model.norm import NormOverHeads
 from megacpp.model.recompute import PLAIN, Recompute
@@ -149,21 +148,6 @@ class NormaliseOverRanks(nn.Module):
         return (x_wide * torch.rsqrt(square + eps) * weight).to(x.dtype)
 
 
-class ShardExpertMixer(ShardModule):
-    """Style of an E mixer: router and routed experts get the documents of the rank's own tokens."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        super()._apply(module, device_mesh)
-        rank, size = device_mesh.get_local_rank(), device_mesh.size()
-
-        def own_tokens(_: nn.Module, args: tuple[Tensor, Documents]) -> tuple[Tensor, Documents]:
-            x_BtD, docs = args
-            return x_BtD, docs.memo(("tokens", rank, size), lambda: _tokens(docs, rank, size))
-
-        module.register_forward_pre_hook(own_tokens)
-        return module
-
-
 def shard_parameter(module: nn.Module, leaf: str, array: Array, mesh: DeviceMesh) -> None:
     """Make a parameter a DTensor on the one axis of `mesh`; its module reads the local part.
 
@@ -215,9 +199,3 @@ def words_of_rank(owner: nn.Module, mesh: DeviceMesh) -> VocabularyShard:
         return merge_statistics([ShardStatistics(*of_rank) for of_rank in all_R3n])
 
     return VocabularyShard(mesh.get_local_rank() * words, merge)
-
-
-def _tokens(docs: Documents, rank: int, size: int) -> Documents:
-    """Documents of the tokens that a rank of `tp` holds between blocks."""
-    t = docs.ids_BT.shape[1] // size
-    return docs.take(torch.arange(rank * t, (rank + 1) * t, device=docs.ids_BT.device))

@@ -16,7 +16,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from optim.low_bit import BLOCKS, MIN_ENTRIES, Bits, new_low_bit_state, plain, write
-from parallel.loss_scale import LossScale
+from parallel.step_sums import LossScale
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
 WAYS = {"keep 11 bits": 3, "keep fewer": 2, "become 0": 1, "overflow": 7}

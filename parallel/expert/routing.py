@@ -22,6 +22,22 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from megacpp.blocks.experts.router import Router
 from megacpp.model.documents import Documents
 from parallel.collectives import all_sum_plain, gather_plain
+from parallel.styles import ShardModule
+
+
+class ShardExpertMixer(ShardModule):
+    """Style of an E mixer: router and routed experts get the documents of the rank's own tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        rank, size = device_mesh.get_local_rank(), device_mesh.size()
+
+        def own_tokens(_: nn.Module, args: tuple[Tensor, Documents]) -> tuple[Tensor, Documents]:
+            x_BtD, docs = args
+            return x_BtD, docs.memo(("tokens", rank, size), lambda: _tokens(docs, rank, size))
+
+        module.register_forward_pre_hook(own_tokens)
+        return module
 
 
 class SpreadRouter(ParallelStyle):
@@ -130,3 +146,9 @@ def _document_slots(docs: Documents, group: dist.ProcessGroup) -> _DocumentSlots
     slot_D = document_t.new_full((B * T,), t)
     slot_D.scatter_reduce_(0, document_t, torch.arange(t, device=slot_D.device), "amin")
     return _DocumentSlots(slot_D[document_n], slot_D[document_t], length_BT[:, index_t].flatten())
+
+
+def _tokens(docs: Documents, rank: int, size: int) -> Documents:
+    """Documents of the tokens that a rank of `tp` holds between blocks."""
+    t = docs.ids_BT.shape[1] // size
+    return docs.take(torch.arange(rank * t, (rank + 1) * t, device=docs.ids_BT.device))

@@ -326,7 +326,7 @@ PRIVATE = {
     "torch._C:_current_graph_task_id": "megacpp/model/recompute.py",
     "torch._C:_accelerator_setAllocatorSettings": "megacpp/launch/gate.py",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultReduceScatter": (
-        "parallel/guard.py"
+        "parallel/step_sums.py"
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
         "checkpointing/tracing/recorder.py"

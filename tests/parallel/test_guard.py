@@ -27,10 +27,9 @@ from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model, stages_of
-from parallel.guard import NonFiniteGuard
 from parallel.mesh import World
 from parallel.simulate.fake import fake_world, planned_model
-from parallel.step_sums import StepSums
+from parallel.step_sums import NonFiniteGuard, StepSums
 from parallel.watched_units import REST, watched_units
 from tests.figures import Record
 from tests.parallel.parity import Run, batches_of, config_of, world_of

@@ -16,7 +16,7 @@ from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.loss_scale import LEAST, MOST, LossScale
+from parallel.step_sums import LEAST, MOST, LossScale
 from tests.parallel.parity import Run, batches_of, config_of, world_of
 from tests.ranks import run_ranks
 
