@@ -7,46 +7,13 @@ parameters.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacpp.torch_extras import local_part
 from optim.cautious import cautious_adamw
-
-StateKind = Literal["fp32", "8bit", "4bit", "cpu_offload"]
-
-
-def new_state(parameter: Tensor, kind: StateKind = "fp32") -> dict[str, Tensor]:
-    """Return zero moments `exp_avg` and `exp_avg_sq`, of the parameter's shape and sharding.
-
-    `fp32` moments have the parameter's dtype, fp32 or fp64: the kernel takes no mixture of dtypes,
-    and in bf16 a second moment would hardly change, because 1 - beta2 of it is a few last places.
-    `8bit` and `4bit` moments are torchao's (optim/low_bit.py); `cpu_offload` keeps moments on the
-    host (optim/offload.py).
-
-    Args:
-        parameter: any shape.
-        kind: storage of the moments.
-
-    Raises:
-        ConfigError: `optim.adamw_state` isn't available here.
-    """
-    assert parameter.dtype in (torch.float32, torch.float64), (
-        f"AdamW keeps fp32 or fp64 weights, not {parameter.dtype}"
-    )
-    with torch.no_grad():
-        if kind == "8bit" or kind == "4bit":
-            from optim.low_bit import new_low_bit_state
-
-            return new_low_bit_state(parameter, kind)
-        if kind == "cpu_offload":
-            from optim.offload import new_offloaded_state
-
-            return new_offloaded_state(parameter)
-        assert kind == "fp32", kind
-        return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
 
 
 @torch.no_grad()
@@ -59,8 +26,8 @@ def adamw_update(
         group: `lr` (float or 0-d tensor), `betas`, `eps`, `weight_decay`, and `cautious`: weights
             decay only where the update shrinks them too (`cautious_adamw`).
         params: parameters with gradients.
-        states: `new_state` of each parameter, of any kind, with `step`, a 0-d fp32 tensor on the
-            parameter's device that the caller has incremented already.
+        states: `new_state` of each parameter (optim/initial_state.py), of any kind, with `step`, a
+            0-d fp32 tensor on the parameter's device that the caller has incremented already.
     """
     kinds: dict[Any, list[tuple[Tensor, dict[str, Tensor]]]] = {}
     for p, state in zip(params, states, strict=True):

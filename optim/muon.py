@@ -10,7 +10,7 @@ Legend: R rows, C columns of a matrix, K matrices of a batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,40 +18,7 @@ from torch import Tensor
 from megacpp.torch_extras import local_part
 from optim.exchange import AsyncAllToAll, CommBucket, JobSlice, LocalJobs, PackedBuffer, SolveBatch
 from optim.muon_plan import Exchange, MuonPlan
-from optim.newton_schulz import (
-    iteration_dtype,
-    newton_schulz,
-    update_scale,
-)
-
-Width = Literal["auto", "bf16", "fp32"]
-
-
-def wire_dtype(parameter: Tensor, width: Width = "auto") -> torch.dtype:
-    """Return the dtype of Newton-Schulz and of the exchanged matrices.
-
-    Args:
-        parameter: parameter of any shape; `auto` keeps fp64 parameters in fp64.
-        width: `auto`, `bf16` or `fp32`.
-    """
-    return iteration_dtype(parameter) if width == "auto" else _WIDTHS[width]
-
-
-def momentum_dtype(parameter: Tensor, width: Width = "auto") -> torch.dtype:
-    """Return the dtype of the momentum; `auto` is bf16, or fp64 for fp64 parameters.
-
-    bf16 rounds the momentum by less than Newton-Schulz rounds its result.
-
-    Args:
-        parameter: parameter of any shape.
-        width: `auto`, `bf16` or `fp32`.
-    """
-    if width == "auto":
-        return torch.float64 if parameter.dtype == torch.float64 else torch.bfloat16
-    return _WIDTHS[width]
-
-
-_WIDTHS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from optim.newton_schulz import newton_schulz, update_scale
 
 
 class MuonStep:

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacpp.torch_extras import is_dtensor
-from optim.adamw import StateKind, adamw_update, new_state
+from optim.adamw import adamw_update
 from optim.compressed import LowRankUpdate, apply_low_rank_updates, redraw, resume
-from optim.muon import MuonStep, Width, momentum_dtype, wire_dtype
+from optim.initial_state import StateKind, Width, momentum_dtype, new_state, wire_dtype
+from optim.muon import MuonStep
 from optim.muon_plan import Matrix, MuonPlan
 from optim.ownership import MatrixView
 from optim.saved_state import SavedState

@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor
 from megacpp.config.mix import source_folders
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
-from megacpp.model.hybrid import has_embedding_copy
 from megacpp.model.precision import compute_dtype
 from megacpp.model.stages import (
     BOTH_WAYS,
@@ -46,7 +45,7 @@ from parallel.context.layout import ContextLayout, share
 from parallel.dualpipe import ROOM, ScheduleDualPipe, number_of
 from parallel.handoff import ChoiceHandoff
 from parallel.mesh import World
-from parallel.stages import Stage
+from parallel.stages import Stage, has_embedding_copy
 
 SCHEDULES = {
     "gpipe": schedules.ScheduleGPipe,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megacpp.blocks.engram.module import look_ahead
+from megacpp.config.schema import ModelConfig
 from megacpp.data.batches import Batch
 from megacpp.model.documents import Documents
-from megacpp.model.hybrid import HybridLM, begin, collapsed, finish, has_embedding_copy
+from megacpp.model.hybrid import HybridLM, begin, collapsed, finish
 from megacpp.model.pattern import ENTRANCE, EXIT
 from megacpp.model.stages import StagePart
 from parallel.handoff import ChoiceHandoff
@@ -155,7 +156,7 @@ class Stage(nn.Module):
 def keep_parts(model: HybridLM, parts: Sequence[StagePart]) -> None:
     """Prune a model, best on the meta device, to the modules of a rank's stages, in place."""
     layers = {layer for part in parts for layer in part.layers}
-    model.keep(layers, any(p.first for p in parts), any(p.last for p in parts))
+    _keep(model, layers, any(p.first for p in parts), any(p.last for p in parts))
 
 
 def make_stages(model: HybridLM, parts: Sequence[StagePart]) -> list[Stage]:
@@ -187,3 +188,36 @@ def second_copies(model: HybridLM) -> list[nn.Parameter]:
     copy = has_embedding_copy(model.config) and not model.begins and hasattr(model, "head")
     weight = model.embed._parameters["weight"] if copy else None
     return [] if weight is None else [weight]
+
+
+def _keep(model: HybridLM, layers: Collection[int], first: bool, last: bool) -> None:
+    """Drop the modules that a part of the model doesn't run; names of the rest stay.
+
+    A tied weight is called `embed.weight` wherever it is, so a last part keeps that module too;
+    and multi-token prediction looks tokens up there.
+
+    Args:
+        model: whole; changed in place.
+        layers: blocks to keep.
+        first: keep the embedding.
+        last: keep the last norm and the head.
+    """
+    model.begins = first
+    for key in list(model.blocks):
+        if int(key) not in layers:
+            del model.blocks[key]
+    named = last and has_embedding_copy(model.config)
+    for name in ENTRANCE if not first else ():
+        if hasattr(model, name) and not (name == "embed" and named):
+            delattr(model, name)
+    for name in EXIT if not last else ():
+        if hasattr(model, name):
+            delattr(model, name)
+
+
+def has_embedding_copy(config: ModelConfig) -> bool:
+    """Whether the last pipeline stage has `embed` too: a second copy of the first stage's.
+
+    For its head, or to look up the tokens that multi-token prediction is fed.
+    """
+    return config.tie_embeddings or config.mtp.depths > 0

@@ -5,7 +5,7 @@ Legend: B rows, T tokens of a row, D model, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import cast
 
 from torch import Tensor, nn
@@ -22,14 +22,14 @@ from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead, LossSum, Table
 from megacpp.model.init import Normal, Rule
 from megacpp.model.norm import RMSNorm
-from megacpp.model.pattern import ENTRANCE, EXIT, layer_kinds, warms_up
+from megacpp.model.pattern import EXIT, layer_kinds, warms_up
 
 
 class HybridLM(nn.Module):
     """Decoder over a pattern of blocks (megacpp/blocks/kinds.py).
 
     The same code is the single-device reference: it knows nothing of ranks. Blocks are keyed by
-    their layer index, so that a process that keeps some of them (`keep`) keeps their names.
+    their layer index, so that a process that keeps some of them keeps their names.
 
     Attributes:
         begins: this process looks tokens up; else a tied `embed` is only the head's weight's name.
@@ -104,29 +104,6 @@ class HybridLM(nn.Module):
         """Letter and mixer of every block by the mixer's name, those behind the trunk included."""
         blocks = ((name, m) for name, m in self.named_modules() if isinstance(m, Block))
         return {f"{name}.mixer": (block.letter, block.mixer) for name, block in blocks}
-
-    def keep(self, layers: Collection[int], first: bool, last: bool) -> None:
-        """Drop the modules that a part of the model doesn't run; names of the rest stay.
-
-        A tied weight is called `embed.weight` wherever it is, so a last part keeps that module too;
-        and multi-token prediction looks tokens up there.
-
-        Args:
-            layers: blocks to keep.
-            first: keep the embedding.
-            last: keep the last norm and the head.
-        """
-        self.begins = first
-        for key in list(self.blocks):
-            if int(key) not in layers:
-                del self.blocks[key]
-        named = last and has_embedding_copy(self.config)
-        for name in ENTRANCE if not first else ():
-            if hasattr(self, name) and not (name == "embed" and named):
-                delattr(self, name)
-        for name in EXIT if not last else ():
-            if hasattr(self, name):
-                delattr(self, name)
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter and persistent buffer, by full name."""
@@ -206,11 +183,3 @@ def finish(parts: nn.Module, x_BTD: Tensor, labels_BT: Tensor, docs: Documents) 
         ends = cast(nn.Module, parts.embed), cast(nn.Module, parts.head)
         return with_depths(mtp, *ends, x_BTD, normed_BTD, labels_BT, docs)
     return parts.head(normed_BTD, labels_BT)  # type: ignore[operator]
-
-
-def has_embedding_copy(config: ModelConfig) -> bool:
-    """Whether the last pipeline stage has `embed` too: a second copy of the first stage's.
-
-    For its head, or to look up the tokens that multi-token prediction is fed.
-    """
-    return config.tie_embeddings or config.mtp.depths > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from optim.muon import Width
+from optim.initial_state import Width
 from optim.muon_adamw import MuonAdamW
 from optim.muon_reference import muon_update, newton_schulz_plain
 from optim.newton_schulz import QUINTIC, newton_schulz, update_scale

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from megacpp.torch_extras import local_part
-from optim.adamw import adamw_update, new_state
+from optim.adamw import adamw_update
+from optim.initial_state import new_state
 from tests.ranks import run_ranks
 
 SHAPES = [(7,), (5, 3), (1, 9), (64, 33), (2, 3, 4), (1,), (0, 3)]

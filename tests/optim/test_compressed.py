@@ -14,11 +14,11 @@ from megacpp.config.schema import KEEP, Config, OptimConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
-from optim.adamw import StateKind
 from optim.build import build_optimizer, describe, groups
 from optim.clip import clip_gradients
 from optim.compressed import LowRankUpdate
 from optim.groups import TABLE, assign
+from optim.initial_state import StateKind
 from optim.muon_adamw import MuonAdamW
 from tests.optim.test_groups import MLA, SMALL
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from megacpp.errors import ConfigError
 from megacpp.torch_extras import local_part
 from optim import low_bit
-from optim.adamw import adamw_update, new_state
+from optim.adamw import adamw_update
+from optim.initial_state import new_state
 from optim.low_bit import BLOCKS, Bits, is_packed, low_bit_update, plain, write
 from tests.ranks import run_ranks
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from megacpp.config.schema import MeshConfig
 from megacpp.torch_extras import local_part
 from optim.clip import clip_gradients
-from optim.muon import Width
+from optim.initial_state import Width
 from optim.muon_adamw import MuonAdamW
 from optim.newton_schulz import Coefficients
 from optim.ownership import MatrixView

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optim.muon import Width
+from optim.initial_state import Width
 from optim.muon_adamw import MuonAdamW
 from optim.muon_reference import muon_update
 from optim.newton_schulz import Coefficients, Scale

@@ -27,7 +27,7 @@ from megacpp.memory.forms.muon import (
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from optim.build import build_optimizer
-from optim.muon import Width
+from optim.initial_state import Width
 from optim.muon_adamw import MuonAdamW
 from optim.newton_schulz import CPU_BATCH_BYTES, least_batch, newton_schulz, newton_schulz_flops
 from tests.collectives import CollectiveCounter

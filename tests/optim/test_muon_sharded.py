@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from megacpp.torch_extras import local_part
-from optim.muon import Width
+from optim.initial_state import Width
 from optim.muon_adamw import MuonAdamW
 from optim.ownership import MatrixView
 from tests.ranks import run_ranks

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megacpp.errors import ConfigError
 from megacpp.torch_extras import local_part
-from optim.adamw import adamw_update, new_state
+from optim.adamw import adamw_update
+from optim.initial_state import new_state
 from optim.offload import new_offloaded_state, offloaded_update
 from tests.ranks import run_ranks
 
