@@ -1,4 +1,4 @@
-"""What a step adds up over microbatches and ranks, and what keeps a bad one from being applied.
+"""Sums of a step over microbatches and ranks, and guards against values that spoil them.
 
 Totals, StepReduction, StepSums    counts and sums
 NonFiniteGuard                     looks at gradients before ranks add them up
