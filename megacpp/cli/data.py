@@ -36,7 +36,7 @@ class PrepareArgs(CorpusSpec):
     def folder(self) -> Path:
         """Return the folder of the corpus."""
         name = source_name(self.source)
-        for suffix in (".zst", ".gz", ".jsonl", ".parquet", ".txt", ".md"):
+        for suffix in (".zst", ".gz", ".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".md"):
             name = name.removesuffix(suffix)
         return Path(self.out) if self.out else Path("data", name or "corpus")
 

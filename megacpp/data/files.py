@@ -6,6 +6,7 @@ import fnmatch
 import json
 import os
 import re
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import NamedTuple
 
 from megacpp.errors import DataError
 
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst")
+RECORD_SUFFIXES = (*LINES, ".parquet", ".arrow")
+PACKED = {".gz": "gunzip -k", ".zst": "unzstd", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
 CARD = "README.md"  # beside record files it describes them
 # Words of a file's path that name its split, as hubs read them.
 TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
@@ -24,6 +27,7 @@ CPP_GLOBS = ("*.h", "*.hpp", "*.cuh", "*.cpp", "*.cc", "*.cxx", "*.cu")
 # Text that is rarely training data; --globs selects it.
 DATA_SUFFIXES = {".json", ".csv", ".tsv", ".lock", ".log", ".svg", ".map", ".ipynb"}
 SNIFFED = 4096  # bytes of a file that decide whether it is text
+LINE_BYTES = 1 << 27  # of a JSON record
 SHOWN = 4  # suffixes listed by name
 
 
@@ -101,10 +105,36 @@ def suffix(path: Path) -> str:
     return whole or path.name
 
 
+def json_records(path: Path) -> str:
+    """Return `array` or `lines` for a `.json` file that holds records, else nothing.
+
+    An array begins with an object; of lines the first is a whole object, and more follow.
+    """
+    if suffix(path) != ".json":
+        return ""
+    with path.open("rb") as file:
+        first = file.read(SNIFFED).removeprefix(BOM_UTF8).lstrip()
+        if first[:1] == b"[":
+            return "array" if first[1:].lstrip()[:1] == b"{" else ""
+        file.seek(0)
+        line, more = file.readline(LINE_BYTES).removeprefix(BOM_UTF8), file.read(SNIFFED)
+    try:
+        return "lines" if more.strip() and isinstance(json.loads(line), dict) else ""
+    except (ValueError, RecursionError):
+        return ""
+
+
+def is_records(path: Path) -> bool:
+    """Return whether a file holds records with fields, as a `.json` that is still far away may."""
+    if suffix(path) == ".json" and path.is_file():
+        return bool(json_records(path))
+    return suffix(path) in (*RECORD_SUFFIXES, ".json")
+
+
 def _by_content(folder: Path) -> Chosen:
     files: list[Path] = []
     taken: Counter[str] = Counter()
-    skipped: dict[str, Counter[str]] = {"data": Counter(), "not text": Counter()}
+    skipped: dict[str, Counter[str]] = {k: Counter() for k in ("data", "packed", "not text")}
     hidden = 0
     for path in _walk(folder):
         kind = suffix(path)
@@ -112,6 +142,8 @@ def _by_content(folder: Path) -> Chosen:
             hidden += 1
         elif kind in DATA_SUFFIXES:
             skipped["data"][kind] += 1
+        elif kind in PACKED:
+            skipped["packed"][kind] += 1
         elif kind in RECORD_SUFFIXES or _is_text(path):
             files.append(path)
             taken[kind] += 1
@@ -128,7 +160,9 @@ def _by_content(folder: Path) -> Chosen:
         skipped["split"] = Counter(map(suffix, out))
         taken -= skipped["split"]
         files = [path for path in files if path not in out]
+    tool = PACKED.get(next(iter(skipped["packed"]), ""), "")
     reasons = {
+        "packed": f"packed, unpack them first ({tool})",
         "card": "describes the records, --globs takes it",
         "split": "of another split than train, --globs takes it",
         "data": f"data, --globs '*{next(iter(skipped['data']), '')}' takes it",

@@ -1,4 +1,4 @@
-"""Documents of one file: text, .jsonl[.gz|.zst], .parquet or .arrow.
+"""Documents of one file: text, .jsonl[.gz|.zst] or .ndjson, .json, .parquet or .arrow.
 
 Every reader yields `SourceDocument`s; a text that isn't valid UTF-8 becomes None, so that the
 caller can count and skip it. Optional libraries load inside functions.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import shlex
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megacpp.data.conversations import FIX, is_conversation, messages_of
-from megacpp.data.files import RECORD_SUFFIXES, suffix
+from megacpp.data.files import LINE_BYTES, LINES, PACKED, json_records, suffix
 from megacpp.data.streams import stream_records
 from megacpp.errors import DataError, did_you_mean
 from megacpp.urls import STREAMED
@@ -30,7 +31,6 @@ MESSAGES = "messages"  # field of a conversation
 SHAREGPT = "conversations"  # of messages with `from` and `value`
 PAIR = ("prompt", "completion")  # fields of a short one
 PIECE_BYTES = 1 << 20
-LINE_BYTES = 1 << 27  # of a JSON record
 
 
 class SourceDocument(NamedTuple):
@@ -57,8 +57,15 @@ def read_file(path: Path, field: str, longest: int) -> Iterator[SourceDocument]:
             yield from _cut_texts(_stream(str(path), field), longest)
         elif suffix(path) in (".parquet", ".arrow"):
             yield from _cut_texts(_table(path, field), longest)
-        elif suffix(path) in RECORD_SUFFIXES:
+        elif suffix(path) in LINES or (kind := json_records(path)) == "lines":
             yield from _cut_texts(_json_lines(path, field), longest)
+        elif kind == "array":
+            yield from _cut_texts(_json_array(path, field), longest)
+        elif tool := PACKED.get(suffix(path)):
+            raise DataError(
+                f"{path}: is a packed text, and of packed files only .jsonl.gz and .jsonl.zst are "
+                f"read. Fix: unpack it, `{tool} {shlex.quote(str(path))}`."
+            )
         else:
             yield from _text_file(path, longest)
     except OSError as error:
@@ -124,6 +131,26 @@ def _json_lines(path: Path, field: str) -> Iterator[SourceDocument]:
             continue
         line = _utf8(raw)
         text, conversation = (None, False) if line is None else _field(line, field, path, number)
+        yield SourceDocument(text, read_bytes, conversation)
+
+
+def _json_array(path: Path, field: str) -> Iterator[SourceDocument]:
+    """Yield the records of a JSON array, which is parsed as a whole."""
+    if (size := path.stat().st_size) > LINE_BYTES:
+        raise DataError(
+            f"{path}: a JSON array of {size:,} bytes, above {LINE_BYTES:,}, which is parsed at "
+            "once. Fix: write one record a line to a .jsonl file."
+        )
+    try:
+        records = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: no valid JSON ({error}). Fix: repair it.") from None
+    for number, record in enumerate(records):
+        where = f"{path} record {number + 1}"
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: is not a JSON object. Fix: write {{'text': ...}} for each.")
+        text, conversation = _record(record, field, where)
+        read_bytes = size * (number + 1) // len(records) - size * number // len(records)
         yield SourceDocument(text, read_bytes, conversation)
 
 

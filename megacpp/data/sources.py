@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files, saved_files, suffix
+from megacpp.data.files import CPP_GLOBS, choose_files, is_records, saved_files, suffix
 from megacpp.data.readers import SourceDocument, read_file
 from megacpp.data.remote import RemoteFiles, remote_files
 from megacpp.data.streams import stream_facts
@@ -54,7 +54,7 @@ class Source:
     @property
     def has_records(self) -> bool:
         """Whether a file has records with fields."""
-        return bool(self.origin) or not all(map(_plain, self.files))
+        return bool(self.origin) or any(map(is_records, self.files))
 
     def facts(self) -> Iterator[tuple[object, ...]]:
         """Yield names, sizes and times or tags of the files, which stand for their content."""
@@ -108,7 +108,9 @@ def find_source(source: str, globs: Sequence[str] = (), document_bytes: int = 0)
     notes = chosen.skipped
     longest = document_bytes or LONGEST
     sizes = [f.stat().st_size for f in chosen.files]
-    long = sum(size > longest for f, size in zip(chosen.files, sizes, strict=True) if _plain(f))
+    long = sum(
+        size > longest for f, size in zip(chosen.files, sizes, strict=True) if not is_records(f)
+    )
     if long:
         notes = [*notes, f"{long:,} files above {longest:,} bytes are cut at blank lines"]
     name = f"{kind} ({chosen.taken})"
@@ -118,8 +120,13 @@ def find_source(source: str, globs: Sequence[str] = (), document_bytes: int = 0)
 def _one_file(path: Path, document_bytes: int) -> Source:
     """Return a record file, or a text file that is split so that a part can be held out."""
     size = path.stat().st_size
-    if not _plain(path):
+    if is_records(path):
         return Source(f"file {path}", (path,), size, (), document_bytes or LONGEST)
+    if suffix(path) == ".json":
+        raise DataError(
+            f"source={path}: is neither an array of objects nor one object a line. "
+            "Fix: write one record a line to a .jsonl file."
+        )
     longest = document_bytes or min(LONGEST, max(LONE_SHORTEST, size // LONE_DOCUMENTS))
     note = f"one text file: cut at blank lines into documents of up to {longest:,} bytes"
     return Source(f"file {path}", (path,), size, (note,), longest)
@@ -154,10 +161,6 @@ def read_items(source: Source, field: str = "") -> Iterator[SourceDocument]:
     """
     for _, path in source.numbered():
         yield from read_file(path, field, source.document_bytes)
-
-
-def _plain(path: Path) -> bool:
-    return suffix(path) not in RECORD_SUFFIXES
 
 
 def _torch_version() -> str:

@@ -110,3 +110,52 @@ def test_damaged_gzip_is_one_line(tmp_path: Path) -> None:
         path.write_bytes(raw)
         with pytest.raises(DataError, match=rf"a\.jsonl\.gz: .*{words}.*Fix: copy it again\.$"):
             list(read_items(find_source(str(path))))
+
+
+def test_ndjson_and_json_files_hold_records(tmp_path: Path) -> None:
+    rows = [{"text": "eins"}, {"text": "zwei"}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    names = {"a.ndjson": lines, "b.ndjson.gz": gzip.compress(lines), "c.json": lines}
+    names |= {"d.json": b"\xef\xbb\xbf" + json.dumps(rows, indent=2).encode()}
+    folder = write(tmp_path, names)
+    for name in names:
+        source = find_source(str(folder / name))
+        assert [i.text for i in read_items(source)] == ["eins", "zwei"], name
+        assert source.has_records
+        assert sum(i.read_bytes for i in read_items(source)) == source.total_bytes, name
+    assert [f.name for f in find_source(str(folder)).files] == ["a.ndjson", "b.ndjson.gz"]
+    taken = find_source(str(folder), ("*.json",))
+    assert [i.text for i in read_items(taken)] == ["eins", "zwei"] * 2
+
+
+def test_a_json_file_without_records(tmp_path: Path) -> None:
+    names = {"one.json": b'{\n "name": "x"\n}\n', "numbers.json": b"[1, 2]", "bad.json": b"[{]"}
+    folder = write(
+        tmp_path, names | {"mixed.json": b'[{"text": "a"}, 3]', "none.json": b'[{"b": 1}]'}
+    )
+    for name in ("one.json", "numbers.json"):
+        with pytest.raises(DataError, match=rf"{name}: is neither an array of objects nor one obj"):
+            find_source(str(folder / name))
+    chosen = find_source(str(folder), ("one.json", "numbers.json"))  # texts, as of a code corpus
+    assert not chosen.has_records and len(list(read_items(chosen))) == 2
+    for name, rule in (
+        ("bad.json", r"bad.json: no valid JSON"),
+        ("mixed.json", r"mixed.json record 2: is not a JSON object"),
+        ("none.json", r"none.json record 1: has no field 'text' or 'content'. Fix: choose --field"),
+    ):
+        with pytest.raises(DataError, match=rule):
+            list(read_items(find_source(str(folder / name))))
+
+
+def test_packed_texts_are_refused_by_name(tmp_path: Path) -> None:
+    packed = gzip.compress(b"a text\n" * 99)
+    folder = write(tmp_path, {"my text.txt.gz": packed, "b.txt": b"b"})
+    with pytest.raises(DataError) as caught:
+        list(read_items(find_source(str(folder / "my text.txt.gz"))))
+    assert str(caught.value) == (
+        f"{folder}/my text.txt.gz: is a packed text, and of packed files only .jsonl.gz and "
+        f".jsonl.zst are read. Fix: unpack it, `gunzip -k '{folder}/my text.txt.gz'`."
+    )
+    source = find_source(str(folder))
+    assert [f.name for f in source.files] == ["b.txt"]
+    assert source.notes == ("skipped 1 .gz: packed, unpack them first (gunzip -k)",)
