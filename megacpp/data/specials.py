@@ -176,12 +176,15 @@ def config_text(
     ids = {"bos": specials.bos, "eos": specials.eos, "pad": specials.pad}
     names = {f"{role}_token": inner.id_to_token(i) for role, i in ids.items()}
     values = config_values(given)
+    named = named_tokens(values)
+    wrong = {"eos_token"} if named.get("eos") != names["eos_token"] else set()
+    if "pad" in named and inner.token_to_id(named["pad"]) is None:
+        wrong.add("pad_token")  # transformers would add an id that the weights have no row for
     if not values:
         values = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    elif named_tokens(values).get("eos") != names["eos_token"]:
-        values["eos_token"] = names["eos_token"]
-    elif template_in(values) == template:
+    elif not wrong and template_in(values) == template:
         return given
+    values |= {key: names[key] for key in wrong}
     values.pop("chat_template", None)
     if template:
         values["chat_template"] = template

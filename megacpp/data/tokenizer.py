@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +132,16 @@ class CorpusTokenizer:
             if vocab.keys() >= set(names):
                 inner.add_special_tokens(list(names))
         config = read_config(path)
-        named = named_tokens(config_values(config))
+        values = config_values(config)
+        named = named_tokens(values)
         special = special_ids(inner).values()  # transformers adds those that are only named
         inner.add_special_tokens([t for t in named.values() if t in vocab and t not in special])
         if not special_ids(inner):
             inner.add_special_tokens([ADDED])
             text = ""
         marks = choose_specials(inner, named, eos, str(path))
+        if values.get("bos_token", "") is None:  # there is a name for it, and it isn't to be used
+            marks = replace(marks, bos=marks.eos)
         return CorpusTokenizer(inner, marks, chat_template(path), (text, config))
 
     def save(self, path: Path) -> None:

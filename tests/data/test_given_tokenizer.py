@@ -304,3 +304,33 @@ def test_what_is_no_tokenizer(name: str, tmp_path: Path, records: Path) -> None:
     ) as caught:
         ensure_corpus(CorpusSpec(str(records), tokenizer=str(tmp_path / name)), tmp_path / "out")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_no_start_token_is_taken_where_the_configuration_has_null(
+    tmp_path: Path, files: dict[str, Path]
+) -> None:
+    """The model was trained without one, although the tokenizer has a token of that name."""
+    path = tmp_path / "tokenizer.json"
+    shutil.copy(files["llama"], path)
+    for config, bos in (({"eos_token": "</s>"}, 1), ({"eos_token": "</s>", "bos_token": None}, 2)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"legacy": False}))
+        tokenizer = CorpusTokenizer.load(path)
+        assert (tokenizer.specials.bos, tokenizer.specials.eos) == (bos, 2)
+
+
+def test_padding_that_the_tokenizer_lacks_is_that_of_the_corpus(
+    tmp_path: Path, files: dict[str, Path]
+) -> None:
+    """transformers would add it as a new id, for which the weights have no row."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "saved").mkdir()
+    path, saved = tmp_path / "tokenizer.json", tmp_path / "saved" / "tokenizer.json"
+    shutil.copy(files["llama"], path)
+    config = {"eos_token": "</s>", "pad_token": "<pad>", "legacy": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = CorpusTokenizer.load(path)
+    tokenizer.save(saved)
+    kept = json.loads((saved.parent / "tokenizer_config.json").read_text())
+    assert kept == config | {"pad_token": "</s>"} and tokenizer.specials.pad == 2
+    theirs = transformers.AutoTokenizer.from_pretrained(saved.parent)
+    assert theirs.pad_token_id == 2 and len(theirs) == tokenizer.vocab_size
