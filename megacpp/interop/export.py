@@ -38,6 +38,7 @@ from megacpp.state.export import INDEX, weights_files
 from megacpp.state.files import pending_folder, publish_folder, sync, write_text
 from megacpp.state.manifest import DamagedError, file_problems, read_manifest, stray_problems
 from megacpp.terminal.progress import counted
+from megacpp.terminal.screen import check_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -79,14 +80,16 @@ def write_hf_folder(
         CheckpointError: the weights are damaged, or of another model.
     """
     folder = target.folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise config_error("out", folder, "is there already", "give --out another folder")
+    check_target(folder)
     stored = StoredTensors(
         place.folder, _files(place), "model." if place.kind == "checkpoint" else ""
     )
     made = list(links(target.one, model))
     _check_names(place, stored, made)
-    pending = pending_folder(folder)
+    try:
+        pending = pending_folder(folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
     try:
         sizes = _write_tensors(pending, stored, made, target)
         step, marks = saved_step(place), special_ids_of(tokenizer)
@@ -121,6 +124,17 @@ def write_hf_folder(
     finally:
         stored.close()
     return sizes
+
+
+def check_target(folder: Path) -> None:
+    """Check that a folder can be written; call it before any work.
+
+    Raises:
+        ConfigError: the folder is in use, or may not be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise config_error("out", folder, "is there already", "give --out another folder")
+    check_folder("out", folder)
 
 
 def _unwritable(folder: Path, error: OSError | SafetensorError) -> ConfigError:

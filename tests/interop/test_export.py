@@ -128,6 +128,22 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     assert not out.exists() and not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_folder_that_cant_be_written_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    final = final_folder(tmp_path / "run", built(model_of("llama_tied_yarn")))
+    (tmp_path / "file").touch()
+    for out, rule in (
+        (tmp_path / "file" / "o", f"can't be made below {tmp_path / 'file'}"),
+        (tmp_path, "is there already"),
+        (Path("/proc/o"), "can't be written (no such file or directory)"),
+    ):
+        assert main(["export", str(final), "--out", str(out)]) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith(f"error: out={out}: {rule}. Fix: "), said.err
+        assert said.out == "" or str(out).startswith("/proc")  # where root may write, by its rights
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_comes_back_bit_for_bit(
     name: str, tmp_path: Path, record_property: Record
