@@ -33,6 +33,20 @@ CASES = [
     ),
     (
         "tiny",
+        8,
+        {"tp": 2, "dp_shard": 4},
+        {"model.vocab_size": 50_257},
+        "mesh.tp=2: must divide model.vocab_size (50257). Fix: --model.vocab-size 50258.",
+    ),
+    (
+        "tiny",
+        8,
+        {"tp": 4},
+        {"model.vocab_size": 602},
+        "mesh.tp=4: must divide model.vocab_size (602). Fix: use --mesh.tp 2.",
+    ),
+    (
+        "tiny",
         6,
         {"tp": 3},
         {"model.vocab_size": 4098, "model.ngram": NgramConfig(heads=1, table_size=100)},

@@ -162,7 +162,13 @@ def _tensor(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Bro
         return
     for name, size in tensor_dims(config.model, letters).items():
         if size % mesh.tp:
-            yield Broken("tp", mesh.tp, f"must divide {name} ({size})", ("tp",))
+            more = ""
+            if name == "model.vocab_size":  # rows without an id, if they mend it
+                rows = -(-size // mesh.tp) * mesh.tp
+                grown = replace(config, model=replace(config.model, vocab_size=rows))
+                if next(_tensor(grown, mesh, letters), None) is None:
+                    more = f"{name}={rows}"
+            yield Broken("tp", mesh.tp, f"must divide {name} ({size})", ("tp",), more)
             return
     for kind in (kind for letter, kind in KINDS.items() if letter in letters):
         for name, groups in kind.groups(config.model).items():
