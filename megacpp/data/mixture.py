@@ -91,7 +91,7 @@ class Mixture:
         self.names = list(self.corpora)
         self.first = self.corpora[self.names[0]]
         for name, corpus in self.corpora.items():
-            if _vocabulary(corpus) != _vocabulary(self.first):
+            if not _same_ids(corpus, self.first):
                 rule = f"{name} has another tokenizer than {self.names[0]}"
                 fix = f"prepare {corpus.path} with --tokenizer {self.first.path} --force"
                 raise config_error("data.mix", mix, rule, fix)
@@ -346,6 +346,9 @@ def order_of_sources(
     return names, ranks, counts
 
 
-def _vocabulary(corpus: Corpus) -> tuple[object, object]:
-    """Return what must be equal for ids of two corpora to mean the same."""
-    return corpus.index["tokenizer"]["sha256"], corpus.index["special_ids"]
+def _same_ids(one: Corpus, two: Corpus) -> bool:
+    """Return whether two tokenizers make the same ids of any text, as a run's and its export do."""
+    if one.index["special_ids"] != two.index["special_ids"]:
+        return False
+    same_file = one.index["tokenizer"]["sha256"] == two.index["tokenizer"]["sha256"]
+    return same_file or one.tokenizer.rules == two.tokenizer.rules

@@ -157,6 +157,11 @@ class CorpusTokenizer:
         ours = _values(self._state["pre_tokenizer"]) & set(PATTERNS.values())
         return bool(ours) and self.specials == OURS
 
+    @property
+    def rules(self) -> dict[str, Any]:
+        """Rules that make ids of a text: all but a post-processor, which adds special ids."""
+        return {key: rule for key, rule in self._state.items() if key != "post_processor"}
+
     def encode(self, text: str) -> np.ndarray:
         """Return the uint32 ids of a text, without any special id."""
         return self.encode_many([text])[0]

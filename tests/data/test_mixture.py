@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 
 from megacpp.config.mix import mix_stages, raw_sources, source_folders
@@ -18,7 +20,9 @@ from megacpp.data.corpus import Corpus
 from megacpp.data.loader import Loader
 from megacpp.data.mixture import Mixture, order_of_sources
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
+from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError, DataError
+from megacpp.interop.tokenizer import write_tokenizer
 from megacpp.run.corpus import open_corpus, prepare_sources
 from tests.data.conftest import make_document, write_folder
 
@@ -240,6 +244,29 @@ def test_another_tokenizer_and_a_missing_source_are_refused(
         open_corpus(config_of(folders, "code=1,gone=1", gone=str(tmp_path / "gone")))
     assert command in str(missing.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_that_was_exported_makes_the_same_ids(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """An export puts a post-processor into the file, which changes its hash and no id."""
+    (tmp_path / "exported").mkdir()
+    write_tokenizer(
+        CorpusTokenizer.load(folders["code"] / "tokenizer.json"), tmp_path / "exported", 64
+    )
+    source = write_folder(tmp_path / "texts", [make_document(n) for n in range(300, 330)])
+    spec = CorpusSpec(str(source), tokenizer=str(tmp_path / "exported"))
+    both = folders | {"late": ensure_corpus(spec, tmp_path / "late").path}
+    hashes = {Corpus(both[name], SEQ).index["tokenizer"]["sha256"] for name in ("code", "late")}
+    assert len(hashes) == 2
+    assert mixture(both, "code=1,late=1").train_batch([0, 1]).num_targets
+    saved = json.loads((both["late"] / "tokenizer.json").read_text())
+    saved["model"]["merges"].pop()
+    other = tokenizers.Tokenizer.from_str(json.dumps(saved))
+    other.save(str(tmp_path / "exported" / "tokenizer.json"))
+    both["other"] = ensure_corpus(spec, tmp_path / "other").path
+    with pytest.raises(ConfigError, match="other has another tokenizer than code"):
+        mixture(both, "code=1,other=1")
 
 
 def test_texts_are_prepared_once(
