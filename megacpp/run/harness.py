@@ -148,9 +148,8 @@ def adapted(subject: Subject) -> Any:
             most = int(settings.get("max_gen_toks", self.max_gen_toks))
             most = min(most, subject.length - 1)
             warm = float(settings.get("temperature") or 0.0) if settings.get("do_sample") else 0.0
-            prompts = [
-                self.tok_encode(request.args[0])[-(subject.length - most) :] for request in requests
-            ]
+            begun = [self.tok_encode(r.args[0]) or [self.prefix_token_id] for r in requests]
+            prompts = [ids[-(subject.length - most) :] for ids in begun]
             streams = [TextStream(tokenizer, stops) for _ in requests]
             sampling = Sampling(warm, top_p=float(settings.get("top_p", 1.0)))
             continue_texts(subject.model, tokenizer, prompts, streams, most, sampling)

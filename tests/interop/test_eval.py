@@ -107,6 +107,37 @@ def test_a_given_tokenizer_is_that_of_the_twin(
             assert printed_alike(found[task][metric], value), (task, metric, found[task], value)
 
 
+@pytest.mark.parametrize("kind", ["generate_until", "multiple_choice"])
+def test_an_empty_context_begins_with_the_end_of_text(
+    kind: str, home: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Of a tokenizer that puts nothing in front; one such document ended the whole evaluation."""
+    corpus = corpus_of(written("qwen", tmp_path / "came"), tmp_path)
+    (tmp_path / "run").mkdir()
+    exported(corpus.path, tmp_path / "run", "hf-code")
+    metric = "exact_match" if kind == "generate_until" else "acc"
+    lines = [{"start": start, "end": "a", "ends": ["a", "b"]} for start in ("", "a", " ")]
+    (tmp_path / "empty.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    target = 'doc_to_choice: "{{ends}}"' if kind == "multiple_choice" else "generation_kwargs: {}"
+    (tmp_path / "empty.yaml").write_text(
+        f"""task: empty
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / "empty.jsonl"}}}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{start}}}}"
+doc_to_target: "{{{{end}}}}"
+target_delimiter: ""
+{target}
+metric_list: [{{metric: {metric}}}]
+metadata: {{version: 1.0}}"""
+    )
+    capsys.readouterr()
+    command = ["eval", str(tmp_path / "run"), "--tasks", str(tmp_path / "empty.yaml"), "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == {"empty": 3}
+
+
 @pytest.mark.usefixtures("in_fp64")
 def test_bits_of_whole_texts(home: Path, capsys: Any) -> None:
     found = evaluated(home, ["texts"], capsys)["results"]["texts"]["bits_per_byte"]
