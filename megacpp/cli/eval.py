@@ -85,17 +85,16 @@ def evaluate(args: EvalArgs) -> int:
         "versions": found["versions"],
     }
     content = json.dumps({**report, "samples": found["samples"]}, default=str, indent=1)
-    pending = pending_of(out)
-    pending.write_text(content, encoding="utf-8")
-    pending.replace(out)
     if args.json:
         print(json.dumps(report))
+        write_figures(out, content)
         return 0
     rows = [["task", "documents", "metric", "value"]]
     for name, metrics in figures.items():
         for metric, value in metrics.items():
             rows.append([name, str(report["documents"].get(name, "")), metric, f"{value:.6g}"])
     print("\n".join(table(rows, 4)))
+    write_figures(out, content)
     print(f"figures and samples: {out}")
     return 0
 
@@ -118,6 +117,23 @@ def prepared_file(args: EvalArgs) -> Path:
         why = error.strerror or type(error).__name__
         raise config_error("out", out, f"can't be written ({why})", "give another file") from None
     return out
+
+
+def write_figures(out: Path, content: str) -> None:
+    """Write the file of the figures, once they are printed: a full disk takes the samples alone.
+
+    Raises:
+        ConfigError: it can't be written; nothing is left of it.
+    """
+    pending = pending_of(out)
+    try:
+        pending.write_text(content, encoding="utf-8")
+        pending.replace(out)
+    except OSError as error:
+        pending.unlink(missing_ok=True)
+        why = (error.strerror or type(error).__name__).lower()
+        fix = "free disk space, or give another --out; the figures above are whole"
+        raise config_error("out", out, why, fix) from None
 
 
 def pending_of(out: Path) -> Path:

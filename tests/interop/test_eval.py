@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,24 @@ def test_bits_of_whole_texts(home: Path, capsys: Any) -> None:
     twin = by_transformers(home, ["texts"], home / "hf", add_bos_token=False)
     theirs = twin["texts"]["bits_per_byte"]
     assert printed_alike(found, theirs), (found, theirs)
+
+
+def test_a_full_disk_takes_the_samples_and_not_the_figures(home: Path, capsys: Any) -> None:
+    evaluated(home, ["lines"], capsys)
+    files, out = str(home / "tasks" / "lines.yaml"), home / "run" / "eval" / "full.json"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 11, before[1]))
+    try:
+        assert main(["eval", str(home / "run"), "--tasks", files, "--out", str(out)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr()
+    assert "acc_norm" in said.out and "figures and samples" not in said.out
+    line = said.err.splitlines()[-1]
+    assert line.startswith(f"error: out={out}: file too large. Fix: free disk space, or give "), (
+        line
+    )
+    assert not out.exists() and not list(out.parent.glob("*.pending"))
 
 
 def test_rows_batches_and_ranks_change_nothing(home: Path, capsys: Any) -> None:
