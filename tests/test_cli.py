@@ -27,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["--help"], ["-h"]):
+    for words in ([], ["--help"], ["-h"], ["help"]):
         code, out, _ = run(capsys, *words)
         assert code == 0 and all(name in out for name in COMMANDS)
 
@@ -55,7 +55,7 @@ def test_unknown_commands_suggest(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_first_word_of_two_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["data"], ["data", "--help"], ["data", "-h"]):
+    for words in (["data"], ["data", "--help"], ["data", "-h"], ["help", "data"]):
         code, out, _ = run(capsys, *words)
         names = [line.split("  ")[1] for line in out.splitlines()]
         assert code == 0 and names == ["data prepare", "data inspect"]

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import megacpp
@@ -156,6 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _said(arguments: list[str]) -> int:
     """Print help or version, or run a command."""
+    if arguments[:1] == ["help"]:  # as git has it
+        arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):
         print("\n".join(_help()))
         return 0
@@ -192,8 +195,11 @@ def find(arguments: Sequence[str]) -> tuple[str, list[str]]:
         name = " ".join(arguments[:words])
         if name in COMMANDS:
             return name, list(arguments[words:])
-    if any(known.startswith(f"{arguments[0]} ") for known in COMMANDS):
-        name = " ".join(arguments[:2])
+    both = " ".join(arguments[:2])
+    pairs = [known for known in COMMANDS if " " in known]
+    first = f"{arguments[0]} "
+    if any(pair.startswith(first) for pair in pairs) or get_close_matches(both, pairs, 1, 0.8):
+        name = both
     raise config_error("command", name, "no such command", did_you_mean(name, COMMANDS))
 
 
