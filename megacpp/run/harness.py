@@ -15,12 +15,13 @@ from typing import Any
 
 from megacpp.blocks.experts.module import Dispatch
 from megacpp.data.tokenizer import CorpusTokenizer
-from megacpp.errors import MegacppError, config_error
+from megacpp.errors import DataError, MegacppError, config_error
 from megacpp.model.hybrid import HybridLM
 from megacpp.run.code_tasks import CODE_TASKS, check_code_tasks, run_code_tasks
 from megacpp.run.likelihood import log_likelihoods
 from megacpp.run.sample import Sampling
 from megacpp.run.text_stream import TextStream, continue_texts
+from megacpp.urls import one_line
 
 MAX_NEW = 256  # tokens of an answer whose task doesn't say
 
@@ -183,18 +184,27 @@ def run_tasks(
     Raises:
         MegacppError: lm-eval isn't installed.
         ConfigError: no such task.
+        DataError: the documents of a task can't be had.
     """
     evaluator: Any = _imported("lm_eval.evaluator")
     names, known = find_tasks(tasks, key)
-    return evaluator.simple_evaluate(
-        model=lm,
-        tasks=names,
-        num_fewshot=fewshot,
-        limit=limit,
-        task_manager=known,
-        bootstrap_iters=0,
-        log_samples=True,
-    )
+    try:
+        return evaluator.simple_evaluate(
+            model=lm,
+            tasks=names,
+            num_fewshot=fewshot,
+            limit=limit,
+            task_manager=known,
+            bootstrap_iters=0,
+            log_samples=True,
+        )
+    except BrokenPipeError:  # of the output, and a ConnectionError as well
+        raise
+    except (ConnectionError, FileNotFoundError) as error:  # datasets has kinds of both
+        raise DataError(
+            f"{key}={','.join(names)}: the documents can't be had ({one_line(error)}). Fix: check "
+            "the network and the task's data; what was downloaded before stays in HF_HOME."
+        ) from None
 
 
 def evaluated(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -145,6 +146,30 @@ def test_bits_of_whole_texts(home: Path, capsys: Any) -> None:
     twin = by_transformers(home, ["texts"], home / "hf", add_bos_token=False)
     theirs = twin["texts"]["bits_per_byte"]
     assert printed_alike(found, theirs), (found, theirs)
+
+
+def test_documents_that_cant_be_had_are_one_line(
+    home: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that isn't there, and a data set of a hub for a program that may not ask it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    text = (home / "tasks" / "lines.yaml").read_text()
+    gone = tmp_path / "gone.jsonl"
+    (tmp_path / "gone.yaml").write_text(re.sub(r"test: [^}]*}", f"test: {gone}}}", text))
+    words = "dataset_path: megacpp/nowhere"
+    (tmp_path / "far.yaml").write_text(
+        re.sub("dataset_kwargs: .*", "", text.replace("dataset_path: json", words))
+    )
+    for name in ("gone", "far"):
+        capsys.readouterr()
+        command = ["eval", str(home / "run"), "--tasks", str(tmp_path / f"{name}.yaml")]
+        assert main([*command, "--out", str(tmp_path / "out.json")]) == 3
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert re.match(
+            r"error: tasks=lines: the documents can't be had \(.*\)\. Fix: check ", line
+        )
+        assert not (tmp_path / "out.json").exists()
 
 
 def test_a_full_disk_takes_the_samples_and_not_the_figures(home: Path, capsys: Any) -> None:
