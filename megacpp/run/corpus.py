@@ -17,7 +17,7 @@ from megacpp.config.mix import (
 from megacpp.config.schema import Config
 from megacpp.data.corpus import Corpus
 from megacpp.data.mixture import Mixture
-from megacpp.data.shards import INDEX, TOKENIZER
+from megacpp.data.shards import INDEX, TOKENIZER, again
 from megacpp.data.sources import TORCH_HEADERS, find_source
 from megacpp.data.specials import CONFIG, config_values, read_config
 from megacpp.errors import DataError, config_error
@@ -84,13 +84,13 @@ def _stamp(raw: str) -> str:
 def _open(config: Config, path: Path, verify: bool) -> Corpus:
     if not (path / INDEX).is_file():
         found = f"holds no {INDEX}, so it is not a corpus" if path.is_dir() else "no such folder"
+        found = "is a file, and a corpus is a folder" if path.is_file() else found
         where = f"{data_setting(config.data)}: {path}" if config.data.mix else f"data.path={path}"
-        raise DataError(f"{where}: {found}. Fix: run `{prepare_command(config, path)}`.")
+        then = f" and give --data.path {shlex.quote(str(_made_of(path)))}" if _is_raw(path) else ""
+        raise DataError(f"{where}: {found}. Fix: run `{prepare_command(config, path)}`{then}.")
     corpus = Corpus(path, config.data.seq_len, config.run.seed, verify)
     if not config_values(read_config(path / TOKENIZER)):  # which no hash is kept of
-        raise DataError(
-            f"{path / CONFIG}: is missing or damaged. Fix: run `{prepare_command(config, path)}`."
-        )
+        raise DataError(f"{path / CONFIG}: is missing or damaged. {again(corpus.index, path)}.")
     return corpus
 
 
@@ -99,7 +99,7 @@ def prepare_command(config: Config, path: Path) -> str:
 
     Sources of a mixture get the tokenizer of the first one, any corpus that of given weights.
     """
-    out = shlex.quote(str(path))
+    out = shlex.quote(str(_made_of(path) if _is_raw(path) else path))
     if path.name == TORCH_HEADERS:
         default = path == Path("data", TORCH_HEADERS)
         return "megacpp data prepare" + ("" if default else f" --out {out}")
@@ -113,8 +113,21 @@ def prepare_command(config: Config, path: Path) -> str:
         if (given := Path(config.checkpoint.init, name)).is_file():
             # The ids of the weights that the run starts from.
             words = f"--tokenizer {shlex.quote(str(given))}"
-    texts = shlex.quote(raw_sources(config.data).get(path, "YOUR_TEXTS"))
+    known = str(path) if _is_raw(path) else "YOUR_TEXTS"
+    texts = shlex.quote(raw_sources(config.data).get(path, known))
     return f"megacpp data prepare {texts} --out {out} {words}"
+
+
+def _is_raw(path: Path) -> bool:
+    """Return whether a path that is to be a corpus has texts, which a corpus can't replace."""
+    return path.is_file() or (
+        path.is_dir() and not (path / INDEX).is_file() and any(path.iterdir())
+    )
+
+
+def _made_of(path: Path) -> Path:
+    """Return the folder for the corpus of texts at a path."""
+    return path.with_name(f"{path.name}.prepared")
 
 
 def check_corpus(config: Config, corpus: RunCorpus) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megacpp.cli.main import main
 from megacpp.config import presets
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config, RunConfig
@@ -97,6 +98,27 @@ def test_a_folder_that_is_no_corpus(tmp_path: Path) -> None:
         DataError, match=r"holds no index\.json.*prepare --out \S+torch-headers`\.$"
     ):
         open_corpus(config)
+
+
+def test_texts_in_place_of_a_corpus_are_prepared_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command in the message works, and so does the path that it is to be used with."""
+    monkeypatch.chdir(tmp_path)
+    Path("my texts").mkdir()
+    for n in range(8):
+        Path("my texts", f"{n}.txt").write_text(f"Text {n}. " * 40)
+    texts = [path.read_text() for path in sorted(Path("my texts").iterdir())]
+    Path("one.txt").write_text("\n\n".join(8 * texts))
+    for raw in ("my texts", "one.txt"):
+        config = parse_run(["tiny", "--data.path", raw, "--data.seq-len", "64"], 1).config
+        with pytest.raises(DataError) as caught:
+            open_corpus(config)
+        _, command, then = str(caught.value).split("`")
+        assert main(shlex.split(command)[1:]) == 0
+        assert then.startswith(" and give --data.path ")
+        words = shlex.split(then.removeprefix(" and give ").removesuffix("."))
+        open_corpus(parse_run(["tiny", *words, "--data.seq-len", "64"], 1).config)
 
 
 class Ids:

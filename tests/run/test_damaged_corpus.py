@@ -6,6 +6,7 @@ Real processes (forked): a file that shrinks under a memory map would end them b
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -130,4 +131,6 @@ def test_a_damaged_tokenizer_config_is_found_at_the_start(
     path.write_text(text) if text else path.unlink()
     done = run(path.parent, tmp_path / "run", 1)
     assert done.returncode == 3 and f"{path}: is missing or damaged. Fix: " in done.stderr
+    words = shlex.split(done.stderr.split("`")[1])  # which would refuse to replace it otherwise
+    assert words[-3:] == ["--out", str(path.parent), "--force"]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
