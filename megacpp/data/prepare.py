@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import os
 import shutil
 import sys
 import time
@@ -99,7 +100,7 @@ def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False, workers: int
     """
     spec.check()
     start = time.perf_counter()
-    final = out.resolve()
+    final = Path(os.path.realpath(out))  # resolve() raises on a loop of links
     there = None if force else _existing(spec, out)
     if there is not None:
         discard(final)

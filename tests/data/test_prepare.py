@@ -373,3 +373,9 @@ def test_preparing_needs_no_torch(source: Path, tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_a_loop_of_links_is_one_line(spec: CorpusSpec, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(DataError, match=r"out=.*loop: cannot be written \(.*\)\. Fix: check disk"):
+        ensure_corpus(spec, tmp_path / "loop")
