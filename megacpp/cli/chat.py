@@ -92,7 +92,9 @@ def typed() -> Iterator[str]:
             line = sys.stdin.readline()
             line.encode()  # without a locale, bytes that aren't UTF-8 come as halves of surrogates
         except UnicodeError:
-            raise config_error("message", "", "isn't UTF-8", "convert it, iconv -t UTF-8") from None
+            raise config_error(
+                "message", "", "isn't UTF-8", "convert it, iconv -f LATIN1 -t UTF-8"
+            ) from None
         if not line:
             break
         if line.strip():

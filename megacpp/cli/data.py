@@ -176,7 +176,11 @@ def _warnings(index: dict[str, Any]) -> list[str]:
     lines = [shortfall(held_out["documents"], held_out["text_bytes"], documents, size)]
     broken = index["documents"]["invalid_utf8"]
     if broken:
-        lines.append(f"{broken:,} documents are not UTF-8. Fix: convert them, iconv -t UTF-8.")
+        source = shlex.quote(index["arguments"]["source"])
+        lines.append(
+            f"{broken:,} documents are not UTF-8 and left out. Fix: convert their files, iconv -f "
+            f"LATIN1 -t UTF-8. For their names: LC_ALL=C.UTF-8 grep -rlaxv '.*' {source}"
+        )
     if facts["changed"]:
         lines.append(
             f"the tokenizer changes {facts['changed']:,} of {held_out['documents']:,} held-out "

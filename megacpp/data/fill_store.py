@@ -170,7 +170,7 @@ def read_documents(
     if len(store.digests) < 2:
         found = f"{len(store.digests)} different documents with text"
         broken = counts["invalid_utf8"]
-        latin = f", {broken} are not UTF-8 (iconv -t UTF-8 converts)" if broken else ""
+        latin = f", {broken} are not UTF-8 (iconv -f LATIN1 -t UTF-8 converts)" if broken else ""
         raise DataError(
             f"source={spec.source}: {found}{latin}, a corpus needs 2 (one is held out). "
             "Fix: give more files, check --globs and --field, or cut files (--document-bytes 4096)."

@@ -378,8 +378,11 @@ def _present(field: str, names: Iterable[object], where: str, what: str) -> str:
     found = next((f for f in ([field] if field else FIELDS) if f in known), None)
     if found is None:
         wanted = repr(field) if field else " or ".join(map(repr, FIELDS))
-        hint = did_you_mean(field or FIELDS[0], known)
-        raise DataError(f"{where}: has no {what} {wanted}. Fix: choose --field ({hint}).")
+        if isinstance(names, dict):
+            known = [name for name in known if isinstance(names[name], str)]
+        fix = f"choose --field ({did_you_mean(field or FIELDS[0], known)})"
+        fix = fix if known else "write the text as a field of the record: it has none of its own"
+        raise DataError(f"{where}: has no {what} {wanted}. Fix: {fix}.")
     return found
 
 

@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from megacpp.cli.main import main
 from megacpp.data.files import choose_files
 from megacpp.data.sources import find_source, read_items
 from megacpp.errors import DataError
@@ -112,6 +114,21 @@ def test_damaged_gzip_is_one_line(tmp_path: Path) -> None:
             list(read_items(find_source(str(path))))
 
 
+def test_files_that_are_not_utf8_are_found_and_converted_as_the_warning_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {f"{n}.txt": f"Text {n}".encode() for n in range(9)}
+    folder = write(tmp_path / "some texts", names | {"latin.txt": b"gr\xfc\xdfe"})
+    command = ["data", "prepare", str(folder), "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if "not UTF-8 and left" in x)
+    convert, find = line.partition("files, ")[2].split(". For their names: ")
+    found = subprocess.run(find, shell=True, capture_output=True, text=True).stdout.split("\n")
+    assert found == [str(folder / "latin.txt"), ""]
+    made = subprocess.run([*convert.split(), found[0]], capture_output=True)
+    assert made.stdout.decode() == "grüße"
+
+
 def test_ndjson_and_json_files_hold_records(tmp_path: Path) -> None:
     rows = [{"text": "eins"}, {"text": "zwei"}]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -131,7 +148,7 @@ def test_ndjson_and_json_files_hold_records(tmp_path: Path) -> None:
 def test_a_json_file_without_records(tmp_path: Path) -> None:
     names = {"one.json": b'{\n "name": "x"\n}\n', "numbers.json": b"[1, 2]", "bad.json": b"[{]"}
     folder = write(
-        tmp_path, names | {"mixed.json": b'[{"text": "a"}, 3]', "none.json": b'[{"b": 1}]'}
+        tmp_path, names | {"mixed.json": b'[{"text": "a"}, 3]', "none.json": b'[{"b": "1"}]'}
     )
     for name in ("one.json", "numbers.json"):
         with pytest.raises(DataError, match=rf"{name}: is neither an array of objects nor one obj"):

@@ -185,6 +185,14 @@ def test_a_null_is_an_empty_document(tmp_path: Path) -> None:
             '{"texts": "x"}',
             r"line 2: has no field 'text'\. Fix: choose --field \(did you mean 'texts'\)",
         ),
+        (
+            '{"id": 3, "doc": {"text": "x"}, "title": "y"}',
+            r"line 2: has no field 'text'\. Fix: choose --field \(use one of title\)",
+        ),
+        (
+            '{"id": 3, "doc": {"text": "x"}}',
+            r"line 2: has no field 'text'\. Fix: write the text as a field of the record",
+        ),
         ('{"text": 3}', r"line 2: field 'text' is int, not text"),
         ('["x"]', r"line 2: is not a JSON object"),
         ('{"text": "x"', r"line 2: no valid JSON"),
