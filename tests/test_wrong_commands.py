@@ -66,6 +66,7 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("validate --memory.device-gib 0.001", 2, "memory.gate=on: ", "--memory.gate off"),
     ("data inspect NOPE", 3, "data.path=NOPE: ", "no such folder"),
     ("data inspect EMPTY", 3, "data.path=EMPTY: ", ""),
+    ("data inspect CORPUS --seq-len 999999999", 3, "seq_len=999999999: ", "Fix: use --seq-len "),
     ("data inspect FOLDER", 3, "data.path=FOLDER: ", "holds no index.json"),
     ("data inspect CORPUS_half", 3, "CORPUS_half/index.json", "cannot be read"),
     ("data inspect CORPUS_binary", 3, "CORPUS_binary/index.json", "cannot be read"),

@@ -93,7 +93,12 @@ def inspect(args: InspectArgs) -> None:
     from megacpp.data.corpus import Corpus
     from megacpp.data.inspect import as_json, row_headline, row_text, view_rows
 
-    corpus = Corpus(args.path, args.seq_len, args.seed, args.verify)
+    try:
+        corpus = Corpus(args.path, args.seq_len, args.seed, args.verify)
+    except DataError as error:  # names the setting of a run
+        raise DataError(
+            str(error).replace("data.seq_len", "seq_len").replace("data.seq-len", "seq-len")
+        ) from None
     views = view_rows(corpus, args.split, args.rows)
     if args.json:
         head = {"path": args.path, "fingerprint": corpus.fingerprint, "describe": corpus.describe()}
