@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
@@ -13,6 +14,7 @@ from megacpp.config.checks.every import broken
 from megacpp.config.checks.mesh import mesh_rules, resolve_mesh, tensor_dims
 from megacpp.config.presets import PRESETS, preset
 from megacpp.config.schema import MeshConfig
+from megacpp.errors import ConfigError
 from megacpp.lessons.models import config_of
 
 # preset, world, mesh, other settings -> what the line says
@@ -132,7 +134,20 @@ CASES = [
         {},
         "tp=2 * cp=4 must divide the world (4 ranks). Fix: use --mesh.cp 2",
     ),
-    ("tiny", 4, {"dp_shard": 3}, {}, "mesh.dp_shard=3: makes 3 ranks, not 4"),
+    (
+        "tiny",
+        4,
+        {"dp_shard": 3},
+        {},
+        "mesh.dp_shard=3: makes 3 ranks, not 4. Fix: use --mesh.dp-shard -1, or start 3 ranks.",
+    ),
+    (
+        "tiny",
+        8,
+        {"dp_shard": 2, "tp": 4, "cp": 2},
+        {},
+        "makes 16 ranks with tp=4 * cp=2, not 8. Fix: use --mesh.tp 1 --mesh.dp-shard -1.",
+    ),
     ("tiny", 2, {"pp": 2}, {}, "train.grad_accum=1: microbatches a step: 1f1b needs mesh.pp (2)"),
     ("tiny", 16, {"pp": 16}, {"train.grad_accum": 16}, "mesh.pp=16: 1f1b makes 16 stages of it"),
     (
@@ -163,14 +178,30 @@ def test_the_nearest_degree_is_legal(axis: str) -> None:
         for others in ({}, {"pp": 3}, {"tp": 2}, {"cp": 2, "dp_replicate": 2}):
             wanted = {**others, axis: degree}
             for error in mesh_rules(config_of(name, wanted, {}), world):
-                _, found, fix = str(error).partition("Fix: use --mesh.")
-                if found:
-                    flag, near = (word.rstrip(".,") for word in fix.split()[:2])
-                    key = flag.replace("-", "_")
-                    again = mesh_rules(config_of(name, {**wanted, key: int(near)}, {}), world)
-                    assert not list(again), (name, wanted, world, str(error))
-                    taken += 1
+                taken += taken_at_its_word(name, wanted, world, error)
     assert taken > 50
+
+
+def test_a_fix_of_several_axes_is_legal() -> None:
+    """Typed as it stands, where no degree of one axis mends the mesh."""
+    taken = 0
+    for name, world in itertools.product(("tiny", "nam56r_base", "moe_small"), (1, 6, 8, 24)):
+        for pp, cp, tp, ep, shard in itertools.product((1, 3), (1, 2, 3), (1, 4), (1, 4), (-1, 5)):
+            wanted = {"pp": pp, "cp": cp, "tp": tp, "ep": ep, "dp_shard": shard}
+            for error in mesh_rules(config_of(name, wanted, {}), world):
+                taken += taken_at_its_word(name, wanted, world, error) > 1
+    assert taken > 50
+
+
+def taken_at_its_word(name: str, wanted: dict[str, object], world: int, error: ConfigError) -> int:
+    """Return how many axes a fix names, once it is seen to leave no broken rule."""
+    fix = str(error).partition(". Fix: ")[2]
+    assert re.search(r"\d", fix), fix
+    typed = re.findall(r"--mesh\.(\w[a-z-]*) (-?\d+)", fix.partition(", or ")[0])
+    axes = {axis.replace("-", "_"): int(degree) for axis, degree in typed}
+    again = mesh_rules(config_of(name, {**wanted, **axes}, {}), world)
+    assert not axes or not list(again), (name, wanted, world, str(error))
+    return len(axes)
 
 
 def test_shards_fill_the_world() -> None:

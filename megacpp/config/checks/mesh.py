@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, combinations
 
 from megacpp.blocks.engram.sizes import ROWS_MULTIPLE
 from megacpp.blocks.experts.checks import straddling_groups
@@ -48,12 +49,12 @@ def mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
     """Yield every broken rule; those between mesh and model only once the axes make a mesh."""
     for broken in _broken(config, world_size):
         near = _nearest_legal(config, world_size, broken.axes)
+        if not near and not broken.otherwise:
+            near = _fewer_axes(config, world_size)
         mends = 0 < broken.ranks <= MOST_RANKS and first_broken(config, broken.ranks) is None
         more = f"start {broken.ranks} ranks" if mends else ""
         fix = ", or ".join(part for part in (near, broken.otherwise, more) if part)
-        yield config_error(
-            f"mesh.{broken.key}", broken.value, broken.rule, fix or "use fewer axes at once"
-        )
+        yield config_error(f"mesh.{broken.key}", broken.value, broken.rule, fix)
 
 
 def first_broken(config: Config, world_size: int) -> Broken | None:
@@ -87,6 +88,18 @@ def _nearest_legal(config: Config, world_size: int, axes: tuple[str, ...]) -> st
             if degree != wanted and next(_broken(other, world_size), None) is None:
                 return f"use mesh.{axis}={degree}"
     return ""
+
+
+def _fewer_axes(config: Config, world_size: int) -> str:
+    """Return the fewest degrees that make a legal mesh as 1, `dp_shard` filling the world."""
+    mesh = config.mesh
+    large = [axis for axis in AXES if getattr(mesh, axis) > 1]
+    for axes in chain.from_iterable(combinations(large, n) for n in range(len(large) + 1)):
+        fewer = dict.fromkeys(axes, 1) | ({} if mesh.dp_shard == -1 else {"dp_shard": -1})
+        other = replace(config, mesh=replace(mesh, **fewer))
+        if first_broken(other, world_size) is None:
+            return "use " + " ".join(f"mesh.{axis}={degree}" for axis, degree in fewer.items())
+    raise AssertionError("data parallelism alone is legal")
 
 
 def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
@@ -131,7 +144,6 @@ def _axes(mesh: MeshConfig, world_size: int) -> Iterator[Broken]:
             mesh.dp_shard,
             f"makes {rest * mesh.dp_shard} ranks{' with ' if factors else ''}{factors}, "
             f"not {world_size}",
-            otherwise="" if world_size % rest else "use mesh.dp_shard=-1",
             ranks=rest * mesh.dp_shard,
         )
         return
