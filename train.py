@@ -15,6 +15,7 @@ put_first()  # `parallel`, `optim` and `checkpointing` below are this checkout's
 # Before torch is imported and long before a process group starts: --help and mistakes end here.
 RESOLVED = parse_or_exit("train.py") if __name__ == "__main__" else None
 
+from collections import ChainMap
 from functools import partial
 
 from checkpointing.apply import ActivationCheckpointing
@@ -24,6 +25,7 @@ from megacpp.launch.start import announce, prepare
 from megacpp.run.failure import guarded
 from megacpp.run.rank_store import RankStore
 from megacpp.run.records import Records, due
+from megacpp.state.agreement import gather
 from megacpp.state.training import TrainingState
 from optim.build import build_optimizer, describe, learning_rates
 from optim.clip import clip_gradients
@@ -73,6 +75,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         state.resume(launch.start_point())
         if state.resumed is None:
             state.changed += load_first_weights(model, config, world)
+    peaks = ChainMap(*gather(learning_rates(optimizer)))  # of all pipeline stages
     scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)
     seen = describe(model, config), ac.compiled, ac.words(), state.step, state.changed
     mfu = announce(launch, world.degrees, world.is_main, *seen)
@@ -82,8 +85,9 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     # ---- the loop --------------------------------------------------------------------------------
     while (step := state.step) < until:
         records.begin(step)
-        lr = config.optim.lr * lr_multiplier(state.updates, config.run.steps, config.optim)
-        rates, grad_accum = learning_rates(optimizer), launch.batches.accum(step)
+        factor = lr_multiplier(state.updates, config.run.steps, config.optim)
+        rates = learning_rates(optimizer, peaks, factor)
+        lr, grad_accum = config.optim.lr * factor, launch.batches.accum(step)
         corpus.begin_step(step, loader.position)
         sums = boundary.accumulate(clock.reading(loader.take(grad_accum)), step)
         copies, scale = boundary.copies, boundary.loss_scale.value

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,16 +45,15 @@ def groups(assignments: Sequence[Assignment], config: OptimConfig) -> list[dict[
 
     Latents form groups of their own; the weights that they update belong to no group.
     """
-    found: dict[Any, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for a in assignments:
         if a.algorithm == "fold":
             continue
-        lr, decay = a.lr(config), a.decay(config)
-        key = (a.algorithm, a.row.rate, lr, decay, a.fold is None)
+        key = _name(a)
         if key not in found:
-            found[key] = {"params": [], "lr": lr, "weight_decay": decay, "algorithm": a.algorithm}
+            found[key] = {"params": [], "name": key, "algorithm": a.algorithm}
+            found[key] |= {"lr": a.lr(config), "weight_decay": a.decay(config)}
             found[key] |= _settings(a, config)
-            found[key]["name"] = _name(a, {group.get("name") for group in found.values()})
         found[key]["params"].append((a.name, a.parameter))
         if a.algorithm == "muon":
             found[key].setdefault("views", []).append(a.view)
@@ -64,9 +62,19 @@ def groups(assignments: Sequence[Assignment], config: OptimConfig) -> list[dict[
     return list(found.values())
 
 
-def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the learning rate of each parameter group of this rank, by the group's name."""
-    return {group["name"]: float(group["lr"]) for group in optimizer.param_groups}
+def learning_rates(
+    optimizer: torch.optim.Optimizer, peaks: Mapping[str, float] | None = None, factor: float = 1.0
+) -> dict[str, float]:
+    """Return the learning rate of each parameter group by name, as the optimizer has it.
+
+    Args:
+        optimizer: of this rank.
+        peaks: of the groups of all pipeline stages; groups of other stages have these times
+            `factor`.
+        factor: `lr_multiplier` of the update.
+    """
+    rates = {name: peak * factor for name, peak in (peaks or {}).items()}
+    return rates | {group["name"]: float(group["lr"]) for group in optimizer.param_groups}
 
 
 def describe(model: HybridLM, config: Config) -> list[str]:
@@ -89,16 +97,21 @@ def _assigned(model: HybridLM, config: OptimConfig) -> list[Assignment]:
     return assign(model, config.name, by_adamw=adamw_layers(config.adamw_layers))
 
 
-def _name(a: Assignment, taken: Container[str | None]) -> str:
-    """Return a group name such as `muon` or `adamw_embed`; a number distinguishes equal names."""
+def _name(a: Assignment) -> str:
+    """Return a group name such as `muon` or `adamw_embed`; pipeline stages give a group the same.
+
+    Parameters of one name have one rate and decay.
+    """
     words = [a.algorithm]
     if a.algorithm == "adamw":
         words.append("matrix" if a.row.rate == "lr" else a.row.rate.removesuffix("_lr"))
     if a.fold is not None:
         words.append("latent")
-    name = "_".join(words)
-    more = (f"{name}_{n}" for n in itertools.count(2))
-    return name if name not in taken else next(other for other in more if other not in taken)
+    if not a.row.decays and a.row.rate != "vector_lr":
+        words.append("no_decay")
+    if (factor := a.row.lr_factor * a.factor) != 1:
+        words.append(f"x{factor:g}".replace(".", "_"))
+    return "_".join(words)
 
 
 def _settings(a: Assignment, config: OptimConfig) -> dict[str, Any]:

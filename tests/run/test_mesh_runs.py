@@ -60,7 +60,7 @@ def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_mesh_writes_what_one_process_writes(
     corpus: Path, single: Path, tmp_path: Path, name: str
 ) -> None:
-    """Every loss and gradient norm, the held-out loss, and the exported weights."""
+    """Every loss, rate and gradient norm, the held-out loss, and the exported weights."""
     ranks, rows, flags = MESHES[name]
     screen = train(corpus, tmp_path / "run", ranks, rows, flags)
     assert_close(single, tmp_path / "run")
@@ -100,6 +100,7 @@ def assert_close(expected: Path, found: Path, steps: int = 6) -> None:
     assert len(records(expected)) == len(records(found)) == steps
     for a, b in zip(records(expected), records(found), strict=True):
         assert a["valid_tokens"] == b["valid_tokens"] and a["tokens"] == b["tokens"]
+        assert a["lr_groups"] == b["lr_groups"], "those of every stage"
         for key in ("loss", "grad_norm", "bits_per_byte"):
             assert b[key] == pytest.approx(a[key], rel=1e-12), (key, a, b)
     one, other = (load_file(f / "final/model.safetensors") for f in (expected, found))
