@@ -40,7 +40,9 @@ from megacpp.run.rank_store import RankStore
 from megacpp.run.rewind import Rewinds
 from megacpp.run.step_status import StepStatus
 from megacpp.run.tasks import Tasks
+from megacpp.state.agreement import share
 from megacpp.state.digests import Digests
+from megacpp.state.files import rows_by_step
 from megacpp.state.training import TrainingState
 
 if TYPE_CHECKING:
@@ -107,6 +109,8 @@ class Records:
         told = rank == 0, of_sum, self.clock.alive
         self.tasks = Tasks(state.model, launch.corpus, config, *told)
         self._began, self._steps, self._full = 0.0, list[float](), False
+        if state.step < config.run.steps:
+            self._catch_up(state.step - 1)
 
     def begin(self, step: int) -> None:
         """Start the timer and the recorders, before anything of a step happens."""
@@ -206,6 +210,18 @@ class Records:
         """Record the figures of `run.tasks` after a step; every rank calls it."""
         with self.clock.span("evaluation"):
             self.log.tasks(step, self.tasks.evaluate())
+
+    def _catch_up(self, step: int) -> None:
+        """Make the evaluations after a step of this run that a stop came before."""
+        run, folder, found = self.launch.config.run, self.launch.folder, [None, None]
+        if self.rank == 0:
+            names = "metrics.jsonl", "evaluations.jsonl"
+            found = [rows_by_step(folder / name).get(step) for name in names]
+        row, held_out = share(found, 0)
+        if row and not held_out and due(run.eval_every, step):
+            self.evaluate(step)
+        if row and "tasks" not in row and due(run.tasks_every, step):
+            self.run_tasks(step)
 
     def stopped(self, step: int) -> PreemptedError:
         """Close all records after the last step; return the error that ends a run told to stop."""

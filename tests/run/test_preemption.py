@@ -14,6 +14,7 @@ import pytest
 
 from megacpp.outcome import UNSAVED
 from megacpp.run.preemption import StopRequest
+from megacpp.run.records import Records
 from megacpp.state.published import latest_checkpoint
 from tests.figures import Record
 from tests.launch import ROOT, finished, forked, in_a_session, until
@@ -174,3 +175,27 @@ def test_told_while_blocks_are_traced(corpus: Path, tmp_path: Path, number: int)
     if number == signal.SIGINT:
         code, line = 130, "stopped: nothing was saved yet"
     assert process.returncode == code and line in err and "Traceback" not in err, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_that_a_stop_came_before_is_made_by_the_next_start(
+    corpus: Path, tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*FLAGS, "--data.path", str(corpus), "--run.steps", "4", "--run.eval-every", "2"]
+    folders = tmp_path / "whole", tmp_path / "stopped"
+    whole, stopped = ([*flags, "--run.dir", str(folder)] for folder in folders)
+    assert forked(*whole, ranks=ranks).returncode == 0
+    with monkeypatch.context() as patch:
+        begin = Records.begin
+
+        def told(records: Records, step: int) -> None:
+            records.stop.heard = "SIGTERM" if step == 1 else ""
+            begin(records, step)
+
+        patch.setattr(Records, "begin", told)
+        assert forked(*stopped, ranks=ranks).returncode == 75
+    assert len(records(folders[1])) == 2 and not (folders[1] / "evaluations.jsonl").exists()
+    assert forked(*stopped, ranks=ranks).returncode == 0
+    one, two = ((folder / "evaluations.jsonl").read_text() for folder in folders)
+    assert one == two and one.count("\n") == 2
