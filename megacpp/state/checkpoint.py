@@ -56,6 +56,7 @@ from megacpp.state.published import (
     advice,
     candidates,
     checked_extra,
+    in_streak,
     latest_text,
     path_of,
     published,
@@ -92,8 +93,8 @@ def save_checkpoint(
             DTensors. Other ranks may hold others; each tensor is saved once.
         extra: JSON of rank 0; the generator states of every rank are added.
         keep: number of newest sound checkpoints to keep (0: all). Older ones are deleted after this
-            one is published; one with `bad_steps` in `extra` isn't counted. Where the disk is too
-            full for this one, those behind the newest `keep` earlier ones are deleted before it.
+            one is published; one `in_streak` isn't counted. Where the disk is too full for this
+            one, those behind the newest `keep` earlier ones are deleted before it.
         keep_every: checkpoints of steps that it divides are never deleted (0: none).
         rng: generator states of this rank (None: those of now).
         group: all ranks in a process group of their own; None: the default one.
@@ -150,7 +151,7 @@ def save_checkpoint(
                 _finish(pending, step, whole, hashes, state)
                 _publish(pending, final)
                 others = _others(final, step)
-        sound = int(not extra.get("bad_steps"))  # its files were hashed as they were written
+        sound = int(not in_streak(extra))  # its files were hashed as they were written
         given = share((others, sound), 0, group)
         old = _outlived(*given, keep, seen, group)
         with agreed(what, fix, group):
@@ -215,7 +216,7 @@ def damage(path: Path) -> str:
 
 
 def is_sound(path: Path, group: dist.ProcessGroup | None = None, seen: Seen | None = None) -> bool:
-    """Return whether every file has its hash and no bad steps led here; every rank calls it.
+    """Return whether every file has its hash and no streak led here; every rank calls it.
 
     Args:
         path: folder of the checkpoint.
@@ -224,7 +225,7 @@ def is_sound(path: Path, group: dist.ProcessGroup | None = None, seen: Seen | No
             changed; None: all are read.
     """
     try:
-        bad = read_extra(path).get("bad_steps") or _problems(path, *this_rank(), seen)
+        bad = in_streak(read_extra(path)) or _problems(path, *this_rank(), seen)
     except (CheckpointError, OSError):
         bad = True
     return not any(gather(bool(bad), group))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,13 @@ def read_extra(path: Path) -> dict[str, Any]:
         return checked_extra(path, read_manifest(path, "checkpoint"))["extra"]
     except DamagedError as damage:
         raise CheckpointError(f"{damage}. Fix: {advice(path)}.") from None
+
+
+def in_streak(extra: Mapping[str, Any]) -> bool:
+    """Return whether bad steps led to a checkpoint, or spikes that may yet rewind the run."""
+    spikes = extra.get("others", {}).get("health", {}).get("spikes", 0)
+    most = extra.get("config", {}).get("train", {}).get("max_spikes", 0)
+    return bool(extra.get("bad_steps")) or 0 < spikes < most
 
 
 def checked_extra(path: Path, manifest: Manifest) -> dict[str, Any]:

@@ -237,7 +237,8 @@ def test_spikes_rewind_too(
 ) -> None:
     """Ever higher losses, in two steps after 40 and in the first one after the rewind.
 
-    Or in three steps, after whose first one a checkpoint was saved: back to the one before.
+    Or in three steps, after whose first one a checkpoint was saved: back to the one before, which
+    is there although one is kept.
     """
     check, made = AccumulationBoundary.check_step, itertools.count(1)
     factors = {first: 10, first + 1: 1e3, first + 2: 1e6}
@@ -250,7 +251,8 @@ def test_spikes_rewind_too(
     folder = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AccumulationBoundary, "check_step", high)
-        flags = "--run.steps 44 --train.rewinds 2 --checkpoint.every 10 --train.max-spikes"
+        flags = "--run.steps 44 --train.rewinds 2 --checkpoint.every 10 --checkpoint.keep 1"
+        flags += " --train.max-spikes"
         done = run(corpus, folder, *flags.split(), str(most))
     assert done.returncode == 0, done.stderr
     (one,) = rewinds(folder)
