@@ -19,6 +19,8 @@ from megacpp.run.health import Health, budget_spent, no_labels
 from megacpp.run.metrics import MetricsLog
 from megacpp.state.agreement import share
 from megacpp.state.checkpoint import newest_sound
+from megacpp.state.files import write_text
+from megacpp.state.published import LATEST, latest_text
 from megacpp.state.soundness import corrupt_state
 from megacpp.state.training import TrainingState
 
@@ -103,6 +105,7 @@ class Rewinds:
         one |= {"why": why, "path": str(path)}
         self.made.append(one)
         if self.is_main:
+            write_text(path.parent / LATEST, latest_text(path.name))  # later ones are given up
             with (self.folder / FILE).open("a") as file:
                 file.write(json.dumps(one) + "\n")
         self.log.go_back(state.step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -22,6 +23,7 @@ from torch import Tensor
 from megacpp.cli.main import main
 from megacpp.data.batches import Batch
 from megacpp.data.loader import Loader
+from megacpp.run.records import Records
 from megacpp.run.step_status import StepStatus
 from megacpp.state import checkpoint
 from parallel.boundary import AccumulationBoundary
@@ -150,6 +152,33 @@ def test_a_rewind_waits_for_the_save_behind_the_steps(
     assert done.returncode == 0, done.stderr
     saved = tmp_path / "run/checkpoints/step-000006"
     assert f"step 9: 3 bad steps in a row: back to {saved}, rows 12 to 17" in done.stdout
+
+
+def test_a_rewound_run_that_is_killed_goes_on_from_where_it_went_back(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Stopped in the streak, whose checkpoint is given up by the rewind: no second one follows."""
+    folder, begin, go_back = tmp_path / "run", Records.begin, Records.go_back
+
+    def told(records: Records, step: int) -> None:
+        records.stop.heard = "SIGTERM" if step == 7 else ""
+        begin(records, step)
+
+    def killed(records: Records) -> None:
+        go_back(records)
+        os._exit(1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        spoil(patch, BAD)
+        for name, act, code in (("begin", told, 75), ("go_back", killed, 1), ("begin", begin, 0)):
+            with patch.context() as one_start:
+                one_start.setattr(Records, name, act)
+                done = run(corpus, folder, "--train.rewinds", "2")
+            assert done.returncode == code, done.stderr
+        assert run(corpus, tmp_path / "whole", "--train.rewinds", "2").returncode == 0
+    assert [one["to"] for one in rewinds(folder)] == [6], "after steps 7 and 8 one was saved"
+    one, two = (tmp_path / name / "final/model.safetensors" for name in ("run", "whole"))
+    assert one.read_bytes() == two.read_bytes()
 
 
 def test_rewinds_are_bounded(corpus: Path, tmp_path: Path) -> None:
