@@ -25,10 +25,10 @@ def mask_bytes(own: LocalShapes, kinds: Collection[str], saved: bool = False) ->
     """
     config = own.config
     rows, row, here = own.rows, own.row, own.here
-    letters = {kind[0] for kind in kinds}
+    letters = {"A" if kind == "mtp" else kind[0] for kind in kinds}  # which attends
     model, mesh = config.model, config.mesh
     found = rows * here * 4 * 8 if mesh.cp > 1 else 0
-    if "A" in letters or "mtp" in letters:
+    if "A" in letters:
         a = model.attention
         found += rows * here * min(a.sparse.top_k, row) * 4 * _choices(own, kinds)
         heads = mesh.cp > 1 and mesh.cp_attention == "heads"

@@ -44,7 +44,7 @@ def layers_of(
         made, stage = set[bool](), list[tuple[str, int, TracedPart | None, bool]]()
         for kind in part:
             at = -1 if kind in OUTER else next(number)
-            masks = masked(kind, own.warms_up) or kind == "mtp"
+            masks = masked(kind, own.warms_up)
             makes = masks and ("+full" in kind) not in made  # a mask of the window, and one of all
             made |= {"+full" in kind} if makes else set()
             runs = traced.get(kind) if at < 0 else replace(layers_of_model[at], split=split)
@@ -155,13 +155,13 @@ def stages_that_split(config: Config, stage: int) -> list[bool]:
 
 
 def masked(kind: str, warms_up: bool = False) -> bool:
-    """Return whether a layer attends to all keys; sparse layers make masks of their own.
+    """Return whether a part attends to all keys; sparse layers make masks of their own.
 
     Args:
         kind: of the layer.
         warms_up: sparse layers attend to all keys, too.
     """
-    return kind.partition("+")[0] == "A" or (warms_up and kind[:2] == "A.")
+    return kind.partition("+")[0] in ("A", "mtp") or (warms_up and kind[:2] == "A.")
 
 
 def stage_layers(own: LocalShapes) -> list[int]:

@@ -1,0 +1,48 @@
+"""Each part's fullest moment in a step, as an estimate has it and as a whole trace shows it.
+
+A peak hides the moments below it, which another model or mesh makes the fullest.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megacpp.cli.trace import trace_step
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config
+from megacpp.memory.budget import as_run
+from megacpp.memory.estimate import estimate
+from megacpp.memory.stream import Stream
+
+STEP = "--train.tokens_per_step 0 --train.grad_accum 2 --data.seq_len 256"
+SMALL = f"tiny --model.depth 4 --model.dim 256 --train.device_batch_size 2 {STEP}"
+CASES = {  # ranks and flags
+    "masks of mtp alone": (1, "--model.pattern RFRF --train.device cpu --model.mtp.depths 1"),
+}
+
+
+def fullest(stream: Stream, config: Config) -> dict[str, int]:
+    """Return the most bytes of each forward and backward of a trace, by the estimate's names."""
+    kinds = dict(enumerate(config.model.pattern))
+    found: dict[str, int] = {}
+    for event, size in enumerate(stream.timeline()):
+        phase, _, part = stream.where(event).partition(" ")
+        if part.startswith("blocks."):
+            number = int(part.removeprefix("blocks."))
+            part = f"layer {number} ({kinds[number]})"
+        if phase in ("forward", "backward"):
+            name = f"{phase} of {part}"
+            found[name] = max(found.get(name, 0), size)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_part_has_its_fullest_moment(case: str) -> None:
+    size, flags = CASES[case]
+    config = parse_run(f"{SMALL} {flags}".split(), size).config
+    if config.train.device != "cpu":
+        config = as_run(config, "cuda", narrow=True)
+    traced = fullest(trace_step(config, size, full=True), config)
+    found = estimate(config, size, detail=False).moments
+    misses = {name: round(found[name] / size - 1, 4) for name, size in traced.items()}
+    assert all(-0.001 <= miss <= 0.015 for miss in misses.values()), misses
