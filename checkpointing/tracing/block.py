@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class BlockMeter(Meter):
         self._ledger = ledger
         self._input: Allocation | None = None  # the input's copy on the host
         self._places = {name: place for place, name in enumerate(parts)}
-        self._events_of_forward = self._events_of_inputs = 0
+        self._events_of_parts = self._events_of_forward = self._events_of_inputs = 0
         self._added: dict[int, int] = {}  # event by which a gradient is its parameter's
         self._gradients: set[int] = set()
         self._shared: set[int] = set()  # made for all layers of the batch
@@ -120,6 +120,7 @@ class BlockMeter(Meter):
         """
         with autocast:
             out = parts(_Begin.apply(x_BTD))  # type: ignore[arg-type]
+            self._events_of_parts = len(self._events)
         ran = [*self._ran[False]]
         if isinstance(out, LossSum):
             end = out.loss_sum
@@ -167,7 +168,8 @@ class BlockMeter(Meter):
                     events.append((numbers[id(alloc)] + 1) * (1 if change > 0 else -1))
             places.append(len(events))
         forward, weights = places[self._events_of_forward], places[self._events_of_inputs]
-        walks = [events[:forward], events[forward : weights or None], events[weights:]]
+        ended = places[self._events_of_parts]
+        ends = [0, ended, forward, *([weights] if weights else []), len(events)]
         roles: list[Role] = [self._role(alloc) for alloc in allocations]
         first, second = (
             self._work(back, [(allocations[n - 1], roles[n - 1]) for n in walk if n > 0])
@@ -179,11 +181,12 @@ class BlockMeter(Meter):
                 sys.intern(f"{x.path or (x.part and 'block')}: {x.operator}") for x in allocations
             ),
             "".join(roles),
-            tuple(event for walk in walks[: 3 if weights else 2] for event in _in_order(walk)),
+            tuple(event for a, b in pairwise(ends) for event in _in_order(events[a:b])),
             forward,
             {numbers[key]: places[at] for key, at in self._added.items() if key in numbers},
             tuple(dict(marks).items()),
             weights=weights,
+            ended=ended,
             work=(first, second),
         )
 

@@ -154,6 +154,7 @@ class BlockTrace:
         replayed: FLOPs of products that the backward of a compiled block runs again; None: the
             recompute policy decides what runs again.
         weights: number of the first event of the walk for weights; 0: there is one walk.
+        ended: number of events when autocast is left, which frees the casts that no part saved.
         work: of the forward and of the backward.
     """
 
@@ -166,6 +167,7 @@ class BlockTrace:
     marks: tuple[tuple[int, int], ...] = ()
     replayed: int | None = None
     weights: int = 0
+    ended: int = 0
     work: tuple[PassWork, PassWork] = (PassWork(), PassWork())
 
     def as_dict(self) -> dict[str, Any]:
@@ -179,7 +181,8 @@ class BlockTrace:
         lists["names"] = tuple(map(sys.intern, content["names"]))  # few, each in many traces
         added = {int(number): at for number, at in content["added"].items()}
         marks = tuple((event, place) for event, place in content["marks"])
-        words = {name: content[name] for name in ("roles", "forward", "replayed", "weights")}
+        numbers = ("forward", "replayed", "weights", "ended")
+        words = {name: content[name] for name in ("roles", *numbers)}
         first, second = (PassWork(*counts) for counts in content["work"])
         return BlockTrace(**lists, **words, added=added, marks=marks, work=(first, second))
 
@@ -254,6 +257,18 @@ def kept(trace: BlockTrace, place: int = 0) -> Counter[str]:
     return found
 
 
+def copies(trace: BlockTrace, place: int = 0) -> tuple[int, int]:
+    """Return bytes of copies of weights that a part saves, and that only autocast remembers.
+
+    The second are casts that run again in the backward: they are freed when the whole model's
+    forward has ended.
+    """
+    saved, ended = _alive(trace), _alive(trace, trace.ended)
+    mine = [n for n, made_by in saved.items() if made_by == place and trace.roles[n] == "w"]
+    others = [n for n, made_by in ended.items() if made_by == place and n not in saved]
+    return sum(trace.bytes[n] for n in mine), sum(trace.bytes[n] for n in others)
+
+
 def left_between(trace: BlockTrace, place: int = 0) -> int:
     """Return bytes that a part has alive between the two walks of its backward.
 
@@ -266,7 +281,6 @@ def left_between(trace: BlockTrace, place: int = 0) -> int:
 def moments(
     trace: BlockTrace,
     backward: bool,
-    weights: bool,
     first: bool = False,
     place: int = 0,
     walk: str = "",
@@ -278,7 +292,6 @@ def moments(
     Args:
         trace: of the part.
         backward: moments of the backward; else of the forward.
-        weights: count tensors made of weights alone, other than their casts by autocast.
         first: for the layer that makes the tensors that all layers of a batch share; those that
             stay belong to the batch and aren't counted.
         place: of the part.
@@ -287,12 +300,12 @@ def moments(
     begin, end = trace.forward if backward else 0, len(trace.events)
     begin = trace.weights if walk == "weights" else begin
     end = trace.weights if walk == "inputs" else end if backward else trace.forward
-    skipped = ("hi" if weights else "hiw") + ("" if first else "b")
+    skipped = "hi" + ("" if first else "b")
     gradients, owner = 0, dict[int, int]()
     tensors = -sum(trace.bytes[n] for n in _stays(trace)) if first else 0
     tensors -= sum(
         trace.bytes[n]
-        for n, made_by in _alive(trace).items()
+        for n, made_by in _alive(trace, 0 if backward else trace.ended).items()
         if made_by < place and trace.roles[n] not in skipped + "b"
     )
     fresh: dict[int, int] = {}  # gradients that aren't in a sum yet

@@ -71,7 +71,7 @@ def test_bytes_are_affine_in_rows(kind: str, size: int, device: str) -> None:
     weights = affine_weights([one.point for one in independent], asked.point)
     assert weights is not None and combined(traces, weights) == found
     for backward in (False, True):
-        assert any(m.tensors for m in moments(found, backward, weights=True))
+        assert any(m.tensors for m in moments(found, backward))
 
 
 @pytest.mark.parametrize("kind", [*KINDS])

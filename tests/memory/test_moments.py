@@ -16,7 +16,12 @@ from megacpp.memory.stream import Stream
 
 STEP = "--train.tokens_per_step 0 --train.grad_accum 2 --data.seq_len 256"
 SMALL = f"tiny --model.depth 4 --model.dim 256 --train.device_batch_size 2 {STEP}"
+MLA = "--model.attention.kind mla --model.attention.no-qk-norm --model.attention.q_lora_rank 96"
+LATENTS = f"--model.pattern AFAF {MLA} --recompute.mla_q_upproj --recompute.mla_kv"
+SHARED = "--model.moe.num_shared 1 --model.moe.shared_hidden_dim 512 --model.mlp.hidden_dim 1024"
 CASES = {  # ranks and flags
+    "weights of recomputed feed-forwards": (1, f"--model.pattern EFEF {SHARED} --recompute.mlp"),
+    "weights of recomputed latents": (1, LATENTS),
     "masks of mtp alone": (1, "--model.pattern RFRF --train.device cpu --model.mtp.depths 1"),
 }
 

@@ -38,9 +38,9 @@ def test_gradients_are_part_of_a_moment() -> None:
     own = LocalShapes.on_rank(config, 8, 0)
     dim, hidden = config.model.dim, config.model.mlp.hidden_dim
     trace = trace_of(request_of(own, TracedPart(("F",))))
-    made = max(m.gradients for m in moments(trace, backward=True, weights=True))
+    made = max(m.gradients for m in moments(trace, backward=True))
     assert made == 3 * dim * hidden * 2 + dim * 4
-    assert not any(m.gradients for m in moments(trace, backward=False, weights=True))
+    assert not any(m.gradients for m in moments(trace, backward=False))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def ratios(config: Config, size: int) -> dict[tuple[str, str], float]:
     own, parts = LocalShapes.on_rank(config, size, 0), named_parts(config)
     letters = block_letters(config.model.pattern, config.model.depth)
     stream = trace_step(config, size)
-    traced = working_sets(stream, parts=parts)
+    traced = working_sets(stream, parts=parts, casts=size == 1)
     found = {
         (phase, part): most_bytes(own, parts[part], phase) / at.bytes
         for (phase, part), at in traced.items()
@@ -52,7 +52,9 @@ def ratios(config: Config, size: int) -> dict[tuple[str, str], float]:
     if makes_mask in traced:
         batch = ids_bytes(own) + mask_bytes(own, letters)
         most = batch + most_bytes(own, parts[makes_mask[1]], "forward", first=True)
-        found[makes_mask] = most / working_sets(stream, batch=True, parts=parts)[makes_mask].bytes
+        found[makes_mask] = (
+            most / working_sets(stream, batch=True, parts=parts, casts=size == 1)[makes_mask].bytes
+        )
     return found
 
 
@@ -66,7 +68,7 @@ def misses(
     """
     config = parse_run([*f"{WIDE} --model.pattern {pattern} {flags}".split()], size).config
     config = as_run(config, "cuda", narrow=True) if gpu else config
-    traced = working_sets(trace_step(config, size, rank))
+    traced = working_sets(trace_step(config, size, rank), casts=size == 1)
     own, found = LocalShapes.on_rank(config, size, rank), {}
     for layer, part in enumerate(layer_parts(config)):
         for phase in PHASES:

@@ -28,13 +28,17 @@ class WorkingSet:
 
 
 def working_sets(
-    stream: Stream, batch: bool = False, parts: Mapping[str, TracedPart] | None = None
+    stream: Stream,
+    batch: bool = False,
+    parts: Mapping[str, TracedPart] | None = None,
+    casts: bool = False,
 ) -> dict[tuple[str, str], WorkingSet]:
     """By (`forward` or `backward`, part); of the last microbatch.
 
     Args:
         parts: those that are traced together count what they hand each other.
         batch: count the batch as well, with what all layers share.
+        casts: of one process, whose autocast casts weights: count those of the part.
     """
     order = [name.split()[1] for _, name in stream.marks if name.startswith("forward ")]
     place = {part: i for i, part in enumerate(order)}
@@ -53,6 +57,9 @@ def working_sets(
         if index in segments:
             most[now] = 0
         blocks = list(_counted(stream, alive, part, place, batch, found_in[part]))
+        if casts:
+            every = (stream.blocks[number] for number in alive)
+            blocks += [b for b in every if b.component == "communication" and b.part == part]
         size = sum(b.bytes for b in blocks)
         if size > most.get(now, -1):
             most[now] = size

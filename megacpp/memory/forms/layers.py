@@ -12,7 +12,6 @@ from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.memory.forms.simulation import Layer
 from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts
 from megacpp.memory.forms.units import TORCH, PartUnits, Unit
-from megacpp.model.regions import layer_regions
 from megacpp.model.stages import SPLIT_BACKWARD, stage_parts, walks_once
 
 WALKS_APART = (2, 13)  # torch from which on a backward is split: parallel/pipeline.py
@@ -53,7 +52,6 @@ def layers_of(
     asked = {(part, makes): 0 for stage in named for _, _, part, makes in stage if part is not None}
     forms = forms_of(own, tuple(asked))
     stream = stream_bytes(own)
-    again = layer_regions(config.recompute, model)
     # Then the embedding gets a gradient, to which a tied head's is added, before its own backward.
     looks_up = model.mtp.depths > 0 and not model.mtp.detach_trunk
     read_there = {"head"} if model.tie_embeddings else {"mtp"} if looks_up else set[str]()
@@ -68,14 +66,8 @@ def layers_of(
             table *= own.compute if sharded else own.wide
             if kind == "head" and model.tie_embeddings and "embed" in ends:
                 waits = table * (not looks_up)
-                block = replace(units["embed"].block, moved=0, cast=units["embed"].block.whole)
+                block = replace(units["embed"].block, moved=0)
                 mine = NO_UNITS if sharded else PartUnits(block, NO_UNIT, NO_UNIT)
-            still = part is not None and not part.reached  # no backward reads the casts
-            if number >= 0 and (own.compiled or still):  # of compiled blocks, traces have them
-                mine = replace(mine, block=replace(mine.block, cast=0, cast_once=0))
-            elif number >= 0 and not again[number] & {"expert_gemm", "block"}:
-                cast = mine.block.cast + mine.block.cast_once
-                mine = replace(mine, block=replace(mine.block, cast=cast))
             if kind == "ngram" and sharded:
                 ngram = mine.block
                 waits = ngram.moved * own.compute + ngram.upcast * (own.wide - own.compute)

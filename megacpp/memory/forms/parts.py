@@ -24,7 +24,13 @@ from megacpp.config.schema import (
 from megacpp.memory.block_trace import HOST, INPUT
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.peak_point import PeakPoint
-from megacpp.memory.forms.traced import TracedPart, traced_halves, traced_kept, traced_moments
+from megacpp.memory.forms.traced import (
+    TracedPart,
+    traced_copies,
+    traced_halves,
+    traced_kept,
+    traced_moments,
+)
 from megacpp.memory.forms.weights import COPY
 from megacpp.model.pattern import ENTRANCE, EXIT
 
@@ -40,7 +46,7 @@ class Form:
     Attributes:
         forward, backward: fullest moments.
         kept: bytes saved for the backward, by simulation.KEPT.
-        copies: bytes of copies of weights, for one product.
+        copies: bytes of copies of weights that are saved, and that only autocast remembers.
         away: bytes that wait on the host.
         takes: bytes of the residual stream in front, if they wait on the host too.
         halves: fullest moments of the two walks of a split backward, and bytes between them.
@@ -49,13 +55,13 @@ class Form:
     forward: tuple[PeakPoint, ...]
     backward: tuple[PeakPoint, ...]
     kept: tuple[int, int, int]
-    copies: int
+    copies: tuple[int, int]
     away: int = 0
     takes: int = 0
     halves: tuple[tuple[PeakPoint, ...], tuple[PeakPoint, ...], int] = ((), (), 0)
 
 
-NO_FORM = Form((), (), (0, 0, 0), 0)  # of an embedding that another part calls
+NO_FORM = Form((), (), (0, 0, 0), (0, 0))  # of an embedding that another part calls
 
 
 def forms_of(
@@ -98,7 +104,7 @@ SHAPELESS = Config()  # stands for a configuration of which nothing is asked
 
 def _form(own: LocalShapes, part: TracedPart, first: bool) -> Form:
     groups = traced_kept(own, part)
-    copies, away, takes = (groups.pop(name, 0) for name in ("weights", HOST, INPUT))
+    away, takes, _ = (groups.pop(name, 0) for name in (HOST, INPUT, "weights"))
     kept = 0, 0, sum(groups.values())
     if part.is_layer:
         routing = sum(size for group, size in groups.items() if group.startswith(ROUTING))
@@ -108,4 +114,4 @@ def _form(own: LocalShapes, part: TracedPart, first: bool) -> Form:
         forward += traced_moments(own, part, backward=False, first=True)
     backward = traced_moments(own, part, backward=True)
     halves = traced_halves(own, part) if part.split else ((), (), 0)
-    return Form(forward, backward, kept, copies, away, takes, halves)
+    return Form(forward, backward, kept, traced_copies(own, part), away, takes, halves)

@@ -22,7 +22,6 @@ from megacpp.memory.forms.units import PartUnits, Unit
 from megacpp.model.pattern import ENTRANCE
 
 WINDOW_BYTES = 256 << 20  # on their way to the host, or back (checkpointing/offload.py)
-FUSED = ("top", "head")  # parts whose gradients are made in the forward
 NEVER_AGAIN = (*ENTRANCE, "top")  # parts whose weights no backward gathers
 KEPT = ("activations", "moe_routing", "head_loss")  # components of what forwards keep
 
@@ -37,7 +36,7 @@ class Layer:
         units: FSDP2 units of the part.
         forward, backward: fullest moments.
         kept: bytes saved for the backward, by KEPT.
-        copies: bytes of copies of weights, for one product.
+        copies: bytes of copies of weights that are saved, and that only autocast remembers.
         stream: bytes of the residual stream's gradient.
         passes: bytes that the next part is given and doesn't save.
         waits: bytes of a tied head's gradient, until the embedding has its own; of n-gram tables,
@@ -54,7 +53,7 @@ class Layer:
     forward: tuple[PeakPoint, ...]
     backward: tuple[PeakPoint, ...]
     kept: tuple[int, int, int]
-    copies: int
+    copies: tuple[int, int]
     stream: int
     passes: int = 0
     waits: int = 0
@@ -88,7 +87,7 @@ class StepSimulation:
     Attributes:
         base: resting bytes by component: parameters, state, batch.
         policy: use of FSDP2.
-        gathered: bytes of gathered parameters, and of copies of weights.
+        gathered: bytes of gathered parameters, and of copies and casts of weights.
         flat: bytes of units as they arrived.
         scatter: bytes of the last reduce-scatter's input.
         whole: bytes of gradients that wait to be reduced.
@@ -167,7 +166,7 @@ class StepSimulation:
         """Count a layer's saved tensors `times` more; -1: they are freed."""
         (a, b, c), (x, y, z) = self.kept, layer.kept
         self.kept = a + times * x, b + times * y, c + times * z
-        self.gathered += times * layer.copies
+        self.gathered += times * layer.copies[0]
         self.away += times * layer.away
 
     def keep_halves(self, layer: Layer, times: int = 1) -> None:
@@ -191,12 +190,8 @@ class StepSimulation:
     # ---- forward ------------------------------------------------------------------------------
 
     def gather(self, unit: Unit) -> int:
-        """Gather a unit and return its bytes; one process casts its own parameters instead."""
+        """Gather a unit and return its bytes."""
         size = self.policy.compute
-        if not self.policy.sharded:
-            cast = unit.cast * size if size < self.policy.store else 0
-            self.gathered += cast
-            return cast
         self.flat = unit.flat * size
         self.gathered += unit.gathered * size
         return unit.gathered * size
@@ -212,8 +207,9 @@ class StepSimulation:
         name, size = f"forward of {layer.name}", self.policy.compute
         block, experts = layer.units.block, layer.units.experts
         had = 0 if gathers else (block.gathered + experts.gathered) * size
-        if gathers and block.whole and (self.policy.sharded or layer.kind != "embed"):
-            if looks and self.policy.sharded:  # the one before is still there, as it arrived
+        gathers = gathers and self.policy.sharded
+        if gathers and block.whole:
+            if looks:  # the one before is still there, as it arrived
                 self.see(name, self.passed, communication=(block.flat + block.gathered) * size)
             had += self.gather(block)
         if gathers and experts.whole:
@@ -226,9 +222,8 @@ class StepSimulation:
             self.see(name, m.tensors + self.passed, m.gradients)
         self.passed = layer.passes
         self.keep(layer)
-        if layer.kind in FUSED and not self.policy.sharded:
-            self.gathered -= had  # cast for this alone; behind the head autocast ends
-        elif self.policy.again and layer.kind != "head" and not layer.tied:
+        self.gathered += layer.copies[1]
+        if self.policy.again and layer.kind != "head" and not layer.tied:
             self.gathered -= had
 
     # ---- backward -----------------------------------------------------------------------------
@@ -270,9 +265,7 @@ class StepSimulation:
             self.see(name, m.tensors, new)
         for unit in (units.experts, units.block):
             if unit.whole and not self.finishes_late(layer):
-                there = layer.kind not in FUSED
-                if self.policy.sharded:
-                    there = layer.kind != "top" or not self.policy.again
+                there = layer.kind != "top" or not self.policy.again
                 self.finish(name, unit, layer.stream, carried, reduces, stays, there, again)
         self.whole += layer.waits
         self.flat = ahead
@@ -347,8 +340,6 @@ class StepSimulation:
         narrow, store = self.policy.compute, self.policy.store
         new, summed = unit.moved * narrow + unit.upcast * (store - narrow), unit.moved * store
         if not self.policy.sharded:
-            if leaves and narrow < store:
-                self.gathered -= unit.cast * narrow
             if not carried:
                 self.whole += summed
             return

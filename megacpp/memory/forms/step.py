@@ -150,9 +150,10 @@ def microbatch(
     stays, renewed = sync == "resident" and not last, sync == "each" and not first
     narrow, again = step.policy.compute, step.policy.again
     sharded = step.policy.sharded
-    gathers = first or sync != "resident" or not sharded  # autocast casts in each microbatch
+    gathers = first or sync != "resident"
     for layer in layers:
         step.forward(layer, gathers, looks=last or sync == "each")
+    step.gathered -= sum(layer.copies[1] for layer in layers)  # autocast ends
     step.flat = 0
     for place in reversed(range(len(layers))):
         layer = layers[place]

@@ -36,6 +36,7 @@ from megacpp.memory.block_trace import (
     BlockTrace,
     affine_weights,
     combined,
+    copies,
     kept,
     left_between,
     moments,
@@ -285,13 +286,18 @@ def traced_kept(own: LocalShapes, part: TracedPart) -> dict[str, int]:
     return found
 
 
+def traced_copies(own: LocalShapes, part: TracedPart) -> tuple[int, int]:
+    """Return bytes of copies and casts of weights of a part; see `copies` of block_trace.py."""
+    return _copies(request_of(own, part), part.place)
+
+
 def traced_moments(
     own: LocalShapes, part: TracedPart, backward: bool, first: bool = False
 ) -> tuple[PeakPoint, ...]:
     """Return the fullest moments of a part's forward or backward.
 
     Of a backward, the second is the fullest if earlier microbatches of one process have left
-    gradients. Weights that autocast casts aren't counted, unless blocks are compiled.
+    gradients.
 
     Args:
         own: sizes of the rank.
@@ -312,10 +318,7 @@ def traced_halves(
     """
     request = replace(request_of(own, part), split=True)
     trace, at = trace_of(request), part.place
-    walks = [
-        [*moments(trace, True, request.sharded, place=at, walk=walk)]
-        for walk in ("inputs", "weights")
-    ]
+    walks = [[*moments(trace, True, place=at, walk=walk)] for walk in ("inputs", "weights")]
     groups = kept(trace, at)
     result = groups.pop("residual", 0)  # saved until the end: no walk of the next part frees it
     saved = sum(n for name, n in groups.items() if name not in (HOST, INPUT, "weights"))
@@ -328,12 +331,16 @@ def _kept(request: BlockRequest, place: int) -> dict[str, int]:
     return dict(sorted(kept(trace_of(request), place).items()))
 
 
+@lru_cache(maxsize=1024)
+def _copies(request: BlockRequest, place: int) -> tuple[int, int]:
+    return copies(trace_of(request), place)
+
+
 @lru_cache(maxsize=2048)
 def _moments(
     request: BlockRequest, backward: bool, first: bool, place: int
 ) -> tuple[PeakPoint, ...]:
-    weights = request.sharded or request.config.train.compile != "off"
-    found = list(moments(trace_of(request), backward, weights, first, place))
+    found = list(moments(trace_of(request), backward, first, place))
     if not found:
         return ()
     most = [max(found, key=lambda m: m.bytes)]

@@ -29,18 +29,6 @@ from megacpp.memory.forms.weights import Weight, weights
 from megacpp.model.pattern import warms_up
 from megacpp.versions import minor
 
-# What autocast casts and remembers: weights of linear layers (some read in one product), and of
-# the experts what their last product reads. What makes their hidden units is remembered only where
-# that product doesn't run again; the others are cast where they are used.
-REMEMBERED = frozenset(
-    "head.weight wq wk wv wo wq_a wq_b wkv_a wkv_b shared.w1 shared.w3 shared.gate "
-    "indexer.wq_b indexer.wk "
-    "in_z in_x in_B in_C in_dt in_A in_trap in_angles out_proj "
-    "in_q in_k in_forget in_v in_gate output_projection w1 w3 projection "
-    "ngram.proj.weight top.unembed.weight "
-    "engram.wk engram.wk.bias engram.wv engram.wv.bias".split()
-)
-
 TORCH = minor(version("torch"))  # without importing it
 # FSDP2 of torch 2.15 and later takes gradients of parameters that tp replicates in the dtype of
 # their reduction (`may_reduce_grad_outside_dp`); of earlier ones, all are narrow until then.
@@ -59,8 +47,6 @@ class Unit:
         last: in the last parameter, whose gradient lives until its reduction returns.
         across: cut inside of their rows, so copied once more when they are gathered.
         upcast: gathered, of parameters whose gradients are at once as wide as their reduction.
-        cast: in weights that autocast makes narrow copies of, and keeps for the backward.
-        cast_once: in weights that it keeps unless the product that reads them is recomputed.
         still: in this rank's shards of parameters without a gradient.
     """
 
@@ -71,8 +57,6 @@ class Unit:
     last: int
     across: int
     upcast: int = 0
-    cast: int = 0
-    cast_once: int = 0
     still: int = 0
 
     @property
@@ -220,8 +204,6 @@ def unit_of(found: Sequence[Weight], place: Place, shards: int, still: bool = Fa
         sizes[-1].whole if sizes and (trained(found[-1], still) or not still) else 0,
         across,
         sum(x.whole for w, x in pairs if UPCASTS and replicated(w, place) and trained(w, still)),
-        sum(x.whole for w, x in pairs if _remembered(w)),
-        sum(x.whole for w, x in pairs if w.experts and w.name != "w2"),
         sum(x.padded for w, x in pairs if still and not trained(w, still)),
     )
 
@@ -229,10 +211,3 @@ def unit_of(found: Sequence[Weight], place: Place, shards: int, still: bool = Fa
 def replicated(weight: Weight, place: Place) -> bool:
     """Return whether each rank of tp has the whole weight."""
     return place.tp > 1 and weight.tp is None and not weight.experts
-
-
-def _remembered(weight: Weight) -> bool:
-    """Return whether autocast keeps its copy of a weight: only of one with a gradient."""
-    if weight.experts:
-        return weight.name == "w2"
-    return weight.name in REMEMBERED and not weight.folded
