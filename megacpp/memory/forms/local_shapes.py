@@ -64,7 +64,7 @@ class LocalShapes:
             stage=rank // stage_size,
             context=rank // mesh.tp % mesh.cp,
             expert=rank % mesh.ep,
-            parallel=stage_size > 1,
+            parallel=size > 1,
             compute=BYTES[dtype],
             wide=max(4, BYTES[dtype]),
             most=most,
