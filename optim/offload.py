@@ -32,7 +32,7 @@ def new_offloaded_state(parameter: Tensor, force: bool = False) -> dict[str, Ten
         ConfigError: the parameter is on the host already.
     """
     local = local_part(parameter)
-    if local.device.type == "cpu" and not force:
+    if not (local.is_cuda or force):
         raise config_error(
             "optim.adamw_state",
             "cpu_offload",

@@ -303,7 +303,7 @@ class Meter(TorchDispatchMode):
         host = {id(t.untyped_storage()) for t in self.host()}
         for key, alloc in [*self._alive.items()]:  # the collector may free some meanwhile
             # An older batch's documents may outlive it: they point at their parts and back.
-            alloc.batch, alloc.host = alloc.batch or key in shared, key in host
+            alloc.batch, alloc.host = alloc.batch or key in shared, alloc.host or key in host
         # As they are now: a storage may be emptied later.
         alive = [*self._alive.values()]
         self.kept = [dataclasses.replace(alloc) for alloc in alive if alloc.bytes]

@@ -105,6 +105,11 @@ class Recorder(Meter):
                 if component == "parameters":
                     alloc.weight = True  # so are the casts that autocast makes of them
 
+    def on_host(self, t: Tensor) -> Tensor:
+        """Return a tensor of any shape, whose memory is from now on the host's."""
+        self._alive[id(t.untyped_storage())].host = True
+        return t
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Mark a stage of the step outside of forward and backward: `clip`, `optimizer`, ..."""
@@ -137,7 +142,7 @@ class Recorder(Meter):
         for _, change, alloc, _ in self._events[: self._first]:
             base.setdefault(id(alloc), [alloc, 0])[1] += change
         for alloc, size in base.values():
-            if size > 0:
+            if size > 0 and not alloc.host:
                 numbers[id(alloc)] = found.allocate(self._block(alloc, size))
         ahead = len(found.events)
         places = [0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -26,6 +26,7 @@ from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.precision import compute_dtype
 from megacpp.model.stages import as_scheduled, num_stages
+from optim import offload
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from optim.qk_clip import QKClip
@@ -172,7 +173,8 @@ def trace_run(config: Config, size: int, steps: int = 2) -> Stream:
     config = as_trained(as_scheduled(config), compiled=True)
     with fake_world(config, size) as world:
         model = planned_model(config, world, prepared(config))
-        with fake_tensors(memory=True, gpu=_gpu(config)), Recorder(model) as recorder:
+        fake = fake_tensors(memory=True, gpu=_gpu(config))
+        with fake, Recorder(model) as recorder, _moments_on_host(recorder):
             model.to_empty(device=world.device)
             model.train()
             trainee = Trainee.build(model, world, config, FakeBoundary)
@@ -196,7 +198,7 @@ def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Strea
     buffers = HostLedger.instead(ac)
     model = planned_model(config, world, prepared(config, ac))
     fake = fake_tensors(memory=True, every_chunk=False, gpu=_gpu(config))
-    with fake, Recorder(model, buffers) as recorder:
+    with fake, Recorder(model, buffers) as recorder, _moments_on_host(recorder):
         model.to_empty(device=world.device)
         model.train()
         trainee = Trainee.build(model, world, config, FakeBoundary)
@@ -207,6 +209,18 @@ def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Strea
         recorder.begin(trainee.optimizer)
         trainee.step(config, microbatches(config), recorder.stage, optimizes)
         return recorder.stream(), recorder  # while the optimizer and its state are alive
+
+
+@contextmanager
+def _moments_on_host(recorder: Recorder) -> Iterator[None]:
+    """Let `optim.adamw_state=cpu_offload` run without a GPU; its host memory isn't counted."""
+    before = offload._host_buffer, offload._mark
+    offload._host_buffer = lambda t: recorder.on_host(torch.empty_like(t))
+    offload._mark = lambda t: None
+    try:
+        yield
+    finally:
+        offload._host_buffer, offload._mark = before
 
 
 def prepared(

@@ -8,12 +8,16 @@ of an expert are padded where the trace has none to pad.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
+from megacpp.memory.budget import as_run
 from megacpp.memory.components import COMPONENTS
+from megacpp.memory.estimate import estimate
 from tests.memory.allocator_peak import allocator_peak
 from tests.ranks import on_worlds
 from tests.together import Together
@@ -94,3 +98,17 @@ def test_the_allocator_gives_what_was_traced(number: int, measured: dict[int, li
     by_component = stream.by_component(event)
     assert sum(by_component.values()) == peak
     assert set(by_component) <= set(COMPONENTS)
+
+
+@pytest.mark.parametrize("optimizer", ["muon_adamw", "adamw"])
+def test_moments_in_host_memory_are_not_counted(optimizer: str) -> None:
+    """Of a GPU's step, whose moments a trace can't put elsewhere: the rest has the same bytes."""
+    config = config_of(1, "AF", f"--train.device cuda --optim.name {optimizer}")
+    config = as_run(config, "cuda", narrow=True)
+    moved = replace(config, optim=replace(config.optim, adamw_state="cpu_offload"))
+    streams = [trace_step(c, 1, full=True) for c in (config, moved)]
+    here, away = (stream.by_component(len(stream.events) - 1) for stream in streams)
+    peak = streams[1].peak()[1]
+    assert estimate(moved, 1, detail=False).tensors == pytest.approx(peak, rel=0.005)
+    assert away["parameters"] == here["parameters"]
+    assert away["optimizer_state"] < here["optimizer_state"]

@@ -72,8 +72,8 @@ def _muon(
 
 def _adamw(found: Layers, optim: OptimConfig, storage: Storage, place: Place) -> int:
     sizes = [(w, held(w, place).own, layers) for w, layers in found]
-    if optim.adamw_state == "cpu_offload":  # a weight's copies on their way
-        return 2 * max((numel for _, numel, _ in sizes), default=0) * storage.store
+    if optim.adamw_state == "cpu_offload":  # the host computes
+        return 0
     packed = [packs(optim.adamw_state, numel) for _, numel, _ in sizes]
     largest = max((x[1] for x, narrow in zip(sizes, packed, strict=True) if narrow), default=0)
     pieces = min(PIECE, largest) * PACKING_BYTES
