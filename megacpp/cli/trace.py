@@ -21,7 +21,9 @@ from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.kernels.backend import set_kernels
 from megacpp.memory.compose import Whole, compose, shallow
-from megacpp.memory.stream import Stream
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.pipeline import buffer_bytes
+from megacpp.memory.stream import Stream, StreamBlock
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.precision import compute_dtype
@@ -120,7 +122,8 @@ def trace_step(config: Config, size: int, rank: int = 0, full: bool = False) -> 
 
     For a GPU (train.device=cuda, as megacpp/memory/budget.py resolves `auto`) the kernels are those
     of `traced_kernels`, else torch's. The first layer, one of each kind and the last one run; the
-    whole model is composed from them (megacpp/memory/compose.py).
+    whole model is composed from them (megacpp/memory/compose.py). A stage of a pipeline has buffers
+    for the microbatches that don't run, too.
 
     Args:
         config: resolved for `size` ranks.
@@ -129,6 +132,17 @@ def trace_step(config: Config, size: int, rank: int = 0, full: bool = False) -> 
         full: run all layers.
     """
     config = as_trained(as_scheduled(config), compiled=True)
+    stream = _traced_step(config, size, rank, full)
+    ran = replace(config, train=replace(config.train, grad_accum=microbatches(config)))
+    all_buffers, buffers = (buffer_bytes(LocalShapes.on_rank(c, size, rank)) for c in (config, ran))
+    if all_buffers > buffers:
+        name = "buffers of microbatches that didn't run"
+        stream.rest(StreamBlock(all_buffers - buffers, "communication", "", name))
+    return stream
+
+
+def _traced_step(config: Config, size: int, rank: int, full: bool) -> Stream:
+    """Return the stream of a step of few microbatches; see `trace_step`."""
     few = None if full or not _composes(config) else shallow(config, size, rank)
     if few is None:
         with fake_world(config, size, rank) as world:

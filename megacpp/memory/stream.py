@@ -55,6 +55,12 @@ class Stream:
         """Append the free of a block."""
         self.events.append(number)
 
+    def rest(self, block: StreamBlock) -> None:
+        """Add a block that was allocated before the first event and stays."""
+        self.blocks.append(block)
+        self.events.insert(0, len(self.blocks) - 1)
+        self.marks = [(event + 1, name) for event, name in self.marks]
+
     def mark(self, name: str) -> None:
         """Begin a part of the step at the next event."""
         self.marks.append((len(self.events), name))

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from megacpp.cli import trace
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
@@ -112,3 +113,11 @@ def test_moments_in_host_memory_are_not_counted(optimizer: str) -> None:
     assert estimate(moved, 1, detail=False).tensors == pytest.approx(peak, rel=0.005)
     assert away["parameters"] == here["parameters"]
     assert away["optimizer_state"] < here["optimizer_state"]
+
+
+def test_a_pipeline_has_buffers_for_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a step in which all of them run; scalars of each differ."""
+    config = config_of(2, "AFAF", "--mesh.pp 2 --train.grad_accum 12 --model.dim 256")
+    few = trace_step(config, 2, 1).peak()[1]
+    monkeypatch.setattr(trace, "microbatches", lambda config: config.train.grad_accum)
+    assert few == pytest.approx(trace_step(config, 2, 1).peak()[1], rel=2e-3)
