@@ -18,6 +18,9 @@ CASES = [  # ranks, device, and what else is set
     (1, "cpu", ""),
     (1, "cuda", ""),
     (1, "cuda", "--optim.muon_dtype fp32"),
+    (1, "cuda", "--optim.muon_bucket_mib 1"),  # no batch is larger
+    (2, "cuda", ""),  # experts lie whole on a rank
+    (2, "cuda", "--mesh.ep 2"),
     (1, "cpu", "--optim.adamw_state 8bit"),
     (2, "cuda", "--optim.name adamw --optim.adamw_state 4bit"),
     (1, "cuda", "--optim.adamw_state 8bit --model.vocab_size 50257"),  # no whole number of blocks

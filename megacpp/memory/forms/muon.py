@@ -102,6 +102,7 @@ def muon_transient_bytes(
     gradient_itemsize: int = 4,
     batch_bytes: int = 64 * MIB,
     beside: int = 0,
+    staying: Iterable[tuple[int, int]] = (),
 ) -> int:
     """Return an upper bound of a step's temporary bytes, for matrices shared by `ranks`.
 
@@ -118,10 +119,14 @@ def muon_transient_bytes(
         gradient_itemsize: bytes of an element of gradients.
         batch_bytes: of matrices that are orthogonalised together; 1 MiB on a CPU.
         beside: bytes that AdamW's temporaries take while the first wave travels.
+        staying: (rows, columns) of those that lie whole on this rank, which solves them meanwhile.
     """
-    sides = list(matrices)
+    sides, stay = list(matrices), list(staying)
+    batch_bytes = min(batch_bytes, bucket_mib * MIB)  # a job is no larger than a wave
+    types = wire_itemsize, momentum_itemsize, gradient_itemsize, batch_bytes
+    alone = muon_transient_bytes(stay, 1, bucket_mib, *types) if stay else 0
     if not sides:
-        return 0
+        return alone
     largest = max(rows * cols for rows, cols in sides)
     share = -(-sum(rows * cols for rows, cols in sides) // ranks)
     bucket = bucket_mib * MIB // wire_itemsize
@@ -129,18 +134,22 @@ def muon_transient_bytes(
     sent = min(max(bucket, -(-largest // ranks)), share)
     if ranks == 1:
         flying, buffers = 0, min(sent, max(batch_bytes // wire_itemsize, BLOCK_CELLS, largest))
+        owned = share
     elif share <= bucket:
-        flying = buffers = 2 * share + largest  # one wave; an owner may have a matrix too many
+        owned = share + largest  # one wave; an owner may have a matrix too many
+        flying = buffers = share + owned
     else:
-        flying = sent + max(bucket, largest)
+        owned = max(bucket, largest)
+        flying = sent + owned
         buffers = 3 * flying
     block = max(min(BLOCK_CELLS, sent), -(-largest // ranks))
     packing = packing_bytes(block, momentum_itemsize, gradient_itemsize)
     solving = 0
     for (rows, cols), number in Counter(sides).items():
         cells = rows * cols * wire_itemsize
-        count = min(number, max(1, batch_bytes // cells))
+        count = min(number, -(-owned // (rows * cols)), max(1, batch_bytes // cells))
         work = newton_schulz_bytes(count, rows, cols, wire_itemsize)
         together = count * cells if ranks > 1 else 0  # put together from what arrived
         solving = max(solving, work + together)
-    return max(buffers * wire_itemsize + max(packing, solving), flying * wire_itemsize + beside)
+    least = flying * wire_itemsize + max(beside, alone)
+    return max(buffers * wire_itemsize + max(packing, solving), least)

@@ -50,10 +50,13 @@ def _muon(
     batch_bytes: int,
     beside: int,
 ) -> int:
-    sides: list[tuple[int, int]] = []
+    sides, staying = list[tuple[int, int]](), list[tuple[int, int]]()
     for w, layers in found:
         if w.experts:
-            sides += [w.shape[1:]] * (w.shape[0] * layers)  # type: ignore[list-item]
+            here, (rows, cols) = held(w, place), w.shape[1:]
+            whole = place.holders > 1 and not here.across
+            count = here.own // (rows * cols) if whole else w.shape[0]
+            (staying if whole else sides).extend([(rows, cols)] * (count * layers))
         else:
             sides += [(height, w.shape[-1]) for height in w.heights or w.shape[:1]] * layers
     wide = optim.muon_dtype == "fp32" or (optim.muon_dtype == "auto" and on_cpu)
@@ -67,6 +70,7 @@ def _muon(
         storage.store,
         batch_bytes,
         beside,
+        staying,
     )
 
 
