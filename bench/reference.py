@@ -162,7 +162,7 @@ def commands_page() -> str:
         *table(("code", "meaning"), EXIT_CODES.items()),
     ]
     for name, command in COMMANDS.items():
-        words = inspect.cleandoc(command.load()[0].__doc__ or "")
+        words = inspect.cleandoc(command.function.__doc__ or "")
         lines += ["", f"## megacpp {name}", "", words]
         if command.runs:
             of = "RUN" if "run" in command.settings() else "PRESET"

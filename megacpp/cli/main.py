@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_type_hints
 
 import megacpp
 from megacpp.config.arguments import parse_args, split_args
@@ -29,107 +29,68 @@ from megacpp.terminal.screen import (
 
 @dataclass(frozen=True)
 class Command:
-    """Subcommand: `module.function(args)`, `args` a dataclass of the module with its flags.
+    """Subcommand: `module.function` of this package, called with the dataclass of its flags.
 
-    With `runs` it also takes preset and settings of a run, and is called with these words too.
+    A function with a second parameter gets the words of preset and settings of a run, too.
     """
 
-    module: str
-    function: str
-    args: str
+    place: str
     help: str
-    runs: bool = False
 
-    def load(self) -> tuple[Any, Any]:
-        """Return the function and the dataclass of its flags."""
-        module = importlib.import_module(f"megacpp.cli.{self.module}")
-        return getattr(module, self.function), getattr(module, self.args)
+    @property
+    def function(self) -> Callable[..., int | None]:
+        """Function that runs the command."""
+        module, _, name = self.place.partition(".")
+        return getattr(importlib.import_module(f"megacpp.cli.{module}"), name)
+
+    @property
+    def args(self) -> Any:
+        """Dataclass of the command's own flags."""
+        return get_type_hints(self.function)["args"]
+
+    @property
+    def runs(self) -> bool:
+        """Whether it also takes preset and settings of a run."""
+        return len(inspect.signature(self.function).parameters) > 1
 
     def settings(self) -> dict[str, Setting]:
         """Return the command's own flags."""
-        return settings_of(self.load()[1], top=True)
+        return settings_of(self.args, top=True)
 
 
 COMMANDS: dict[str, Command] = {
-    "presets": Command("show", "presets", "PresetsArgs", "list the presets with parameter counts"),
-    "show": Command(
-        "show", "show", "ShowArgs", "model table and resolved settings of a preset", runs=True
-    ),
-    "validate": Command(
-        "validate", "validate", "ValidateArgs", "check a configuration without starting it", True
-    ),
-    "train": Command(
-        "train", "train", "TrainArgs", "train a preset: checked first, then on N ranks", runs=True
-    ),
-    "explain": Command(
-        "explain",
-        "explain",
-        "ExplainArgs",
-        "where every parameter lies on a mesh, what moves",
-        True,
-    ),
-    "dry-run": Command(
-        "dry_run", "dry_run", "RankArgs", "a step of any mesh: bytes stored, bytes sent", runs=True
-    ),
+    "presets": Command("show.presets", "list the presets with parameter counts"),
+    "show": Command("show.show", "model table and resolved settings of a preset"),
+    "validate": Command("validate.validate", "check a configuration without starting it"),
+    "train": Command("train.train", "train a preset: checked first, then on N ranks"),
+    "explain": Command("explain.explain", "where every parameter lies on a mesh, what moves"),
+    "dry-run": Command("dry_run.dry_run", "a step of any mesh: bytes stored, bytes sent"),
     "activations": Command(
-        "activations",
-        "activations",
-        "ActivationsArgs",
-        "what the forward keeps for the backward, by block and tensor",
-        runs=True,
+        "activations.activations", "what the forward keeps for the backward, by block and tensor"
     ),
-    "plan": Command(
-        "plan", "command", "PlanArgs", "mesh, batch and policy for a cluster, best first", runs=True
-    ),
-    "speed": Command(
-        "speed", "speed", "SpeedArgs", "predicted time of a step on GPUs, by part", runs=True
-    ),
-    "hardware": Command(
-        "speed", "hardware", "HardwareArgs", "figures of GPUs, nodes and networks, with sources"
-    ),
-    "doctor": Command(
-        "doctor", "doctor", "DoctorArgs", "what this machine has, what is missing, why it matters"
-    ),
-    "data prepare": Command(
-        "data", "prepare", "PrepareArgs", "make a corpus: deduplicate, split, tokenize, pack"
-    ),
-    "data inspect": Command(
-        "data", "inspect", "InspectArgs", "show rows, document boundaries and masks as text"
-    ),
+    "plan": Command("plan.command", "mesh, batch and policy for a cluster, best first"),
+    "speed": Command("speed.speed", "predicted time of a step on GPUs, by part"),
+    "hardware": Command("speed.hardware", "figures of GPUs, nodes and networks, with sources"),
+    "doctor": Command("doctor.doctor", "what this machine has, what is missing, why it matters"),
+    "data prepare": Command("data.prepare", "make a corpus: deduplicate, split, tokenize, pack"),
+    "data inspect": Command("data.inspect", "show rows, document boundaries and masks as text"),
     "memory trace": Command(
-        "memory",
-        "trace",
-        "TraceArgs",
-        "most bytes of a step of any mesh: by component, moment and tensor",
-        runs=True,
+        "memory.trace", "most bytes of a step of any mesh: by component, moment and tensor"
     ),
     "memory generate": Command(
-        "memory_generate",
-        "generate",
-        "GenerationArgs",
-        "bytes of weights, caches and work of generation or evaluation",
-        runs=True,
+        "memory_generate.generate", "bytes of weights, caches and work of generation or evaluation"
     ),
     "memory diff": Command(
-        "memory_diff",
-        "memory_diff",
-        "DiffArgs",
-        "what grew between two snapshots of a run, and why",
+        "memory_diff.memory_diff", "what grew between two snapshots of a run, and why"
     ),
-    "replay": Command(
-        "replay", "replay", "ReplayArgs", "recorded steps again, compared bit for bit", runs=True
-    ),
-    "watch": Command("watch", "watch", "WatchArgs", "runs live in the terminal, from their files"),
-    "report": Command("report", "report", "ReportArgs", "a page about a run, or several compared"),
-    "sample": Command("sample", "sample", "SampleArgs", "generate text from a finished run"),
-    "chat": Command("chat", "chat", "ChatArgs", "talk with a run tuned on conversations"),
-    "eval": Command("eval", "evaluate", "EvalArgs", "tasks of lm-eval on a run's weights"),
-    "export": Command(
-        "export", "export", "ExportArgs", "write a run's weights as a Hugging Face folder"
-    ),
-    "completion": Command(
-        "completion", "completion", "CompletionArgs", "a script that completes words in your shell"
-    ),
+    "replay": Command("replay.replay", "recorded steps again, compared bit for bit"),
+    "watch": Command("watch.watch", "runs live in the terminal, from their files"),
+    "report": Command("report.report", "a page about a run, or several compared"),
+    "sample": Command("sample.sample", "generate text from a finished run"),
+    "chat": Command("chat.chat", "talk with a run tuned on conversations"),
+    "eval": Command("eval.evaluate", "tasks of lm-eval on a run's weights"),
+    "export": Command("export.export", "write a run's weights as a Hugging Face folder"),
+    "completion": Command("completion.completion", "a script that completes words in your shell"),
 }
 
 
@@ -174,15 +135,13 @@ def _said(arguments: list[str]) -> int:
 
 def _run(name: str, rest: list[str]) -> int:
     command = COMMANDS[name]
-    function, cls = command.load()
     if "--help" in rest or "-h" in rest:
-        words = inspect.cleandoc(function.__doc__ or "")
-        settings = settings_of(cls, top=True)
-        print(command_help(f"megacpp {name}", words, settings, command.runs))
+        words = inspect.cleandoc(command.function.__doc__ or "")
+        print(command_help(f"megacpp {name}", words, command.settings(), command.runs))
         return 0
     if command.runs:
-        return int(function(*split_args(cls, rest)) or 0)
-    return int(function(parse_args(cls, rest)) or 0)
+        return int(command.function(*split_args(command.args, rest)) or 0)
+    return int(command.function(parse_args(command.args, rest)) or 0)
 
 
 def find(arguments: Sequence[str]) -> tuple[str, list[str]]:

@@ -100,7 +100,7 @@ def test_a_shown_command_is_legal(page: str, line: str) -> None:
     else:
         assert first == "megacpp" or words[1:3] == ["-m", "megacpp"]
         command, rest = find(words if first == "megacpp" else words[3:])
-        args = COMMANDS[command].load()[1]
+        args = COMMANDS[command].args
         if COMMANDS[command].runs:
             own, run = split_args(args, rest)
             parse_run(run, getattr(own, "world", None) or getattr(own, "nproc", 1))
