@@ -176,20 +176,10 @@ def _weight(weight, tap: tl.constexpr, channel, C, x, K: tl.constexpr):
 
 @triton.jit
 def _sum_of_taps(
-    x,
-    weight,
-    token,
-    reach,
-    channel,
-    T,
-    C,
-    row_stride,
-    token_stride,
-    K: tl.constexpr,
-    DILATION: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    x, weight, token, reach, channel, T, C,
+    row_stride, token_stride,
+    K: tl.constexpr, DILATION: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     total = tl.zeros([TOKENS, CHANNELS], tl.float32)
     for j in tl.static_range(K):
         past = _past(x, token, reach, j * DILATION, channel, T, C, row_stride, token_stride)
@@ -199,23 +189,11 @@ def _sum_of_taps(
 
 @triton.jit
 def _forward_kernel(
-    x,
-    weight,
-    position,
-    y,
-    B,
-    T,
-    C,
-    row_stride,
-    token_stride,
-    K: tl.constexpr,
-    TAPS: tl.constexpr,
-    DILATION: tl.constexpr,
-    SILU: tl.constexpr,
-    PACKED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    x, weight, position, y, B, T, C,
+    row_stride, token_stride,
+    K: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr, SILU: tl.constexpr,
+    PACKED: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     reach = _reach(position, token, B * T, T, PACKED)
@@ -243,28 +221,12 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dy,
-    x,
-    weight,
-    position,
-    dx,
-    part,
-    B,
-    T,
-    C,
-    row_stride,
-    token_stride,
-    dy_row_stride,
-    dy_token_stride,
+    dy, x, weight, position, dx, part, B, T, C,
+    row_stride, token_stride, dy_row_stride, dy_token_stride,
     programs,
-    K: tl.constexpr,
-    TAPS: tl.constexpr,
-    DILATION: tl.constexpr,
-    SILU: tl.constexpr,
-    PACKED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    K: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr, SILU: tl.constexpr,
+    PACKED: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     tap = tl.arange(0, TAPS)

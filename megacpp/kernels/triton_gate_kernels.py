@@ -26,19 +26,10 @@ def _sigmoid(x):
 
 @triton.jit
 def _decay_kernel(
-    x,
-    A_log,
-    bias,
-    out,
-    tokens,
-    T,
-    row_stride,
-    token_stride,
-    FACTOR: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    x, A_log, bias, out, tokens, T,
+    row_stride, token_stride,
+    FACTOR: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Write the decay of each head, or its log."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -55,22 +46,11 @@ def _decay_kernel(
 
 @triton.jit
 def _decay_backward_kernel(
-    dout,
-    x,
-    A_log,
-    bias,
-    dx,
-    part,
-    tokens,
-    T,
-    row_stride,
-    token_stride,
+    dout, x, A_log, bias, dx, part, tokens, T,
+    row_stride, token_stride,
     programs,
-    FACTOR: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    FACTOR: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Write gradients of x, and parts of those of A_log and bias."""
     program = tl.program_id(0)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -113,21 +93,11 @@ def _positive(a, SOFTPLUS: tl.constexpr):
 
 @triton.jit
 def _steps_kernel(
-    dt,
-    a,
-    bias,
-    adt,
-    step,
-    tokens,
-    T,
-    row_stride,
-    token_stride,
+    dt, a, bias, adt, step, tokens, T,
+    row_stride, token_stride,
     floor,
-    SOFTPLUS: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    SOFTPLUS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Write log decay and step of each head, tokens side by side."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -145,25 +115,11 @@ def _steps_kernel(
 
 @triton.jit
 def _steps_backward_kernel(
-    dadt,
-    dstep,
-    dt,
-    a,
-    bias,
-    ddt,
-    da,
-    part,
-    tokens,
-    T,
-    row_stride,
-    token_stride,
-    floor,
-    programs,
-    SOFTPLUS: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    dadt, dstep, dt, a, bias, ddt, da, part, tokens, T,
+    row_stride, token_stride,
+    floor, programs,
+    SOFTPLUS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Write gradients of dt and a, and parts of that of bias."""
     program = tl.program_id(0)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -194,19 +150,10 @@ def _steps_backward_kernel(
 
 @triton.jit
 def _residual_kernel(
-    y,
-    v,
-    D,
-    g,
-    out,
-    tokens,
-    T,
-    row_stride,
-    token_stride,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    y, v, D, g, out, tokens, T,
+    row_stride, token_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Write the gated residual."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -221,24 +168,11 @@ def _residual_kernel(
 
 @triton.jit
 def _residual_backward_kernel(
-    dout,
-    y,
-    v,
-    D,
-    g,
-    dy,
-    dv,
-    dg,
-    part,
-    tokens,
-    T,
-    row_stride,
-    token_stride,
+    dout, y, v, D, g, dy, dv, dg, part, tokens, T,
+    row_stride, token_stride,
     programs,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Write gradients of y, v and g, and parts of that of D."""
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -264,20 +198,11 @@ def _residual_backward_kernel(
 
 @triton.jit
 def _norm_kernel(
-    x,
-    z,
-    weight,
-    out,
-    tokens,
-    T,
-    row_stride,
-    token_stride,
-    weight_stride,
+    x, z, weight, out, tokens, T,
+    row_stride, token_stride, weight_stride,
     eps,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Write norm(x) silu(z) of one head; x and out are contiguous."""
     token, column = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK)
     h = tl.program_id(1)
@@ -295,24 +220,11 @@ def _norm_kernel(
 
 @triton.jit
 def _norm_backward_kernel(
-    dout,
-    x,
-    z,
-    weight,
-    dx,
-    dz,
-    part,
-    tokens,
-    T,
-    row_stride,
-    token_stride,
-    weight_stride,
-    eps,
-    programs,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    dout, x, z, weight, dx, dz, part, tokens, T,
+    row_stride, token_stride, weight_stride,
+    eps, programs,
+    N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Write gradients of x and z of one head, and parts of that of the weight; all contiguous."""
     program, h, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     column = tl.arange(0, BLOCK)

@@ -111,19 +111,9 @@ def _places(x: Tensor) -> tuple[Any, ...]:
 
 @triton.jit
 def _forward_kernel(
-    x,
-    weight,
-    y,
-    rstd,
-    rows,
-    inner,
-    outer,
-    each,
-    eps,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, weight, y, rstd, rows, inner, outer, each, eps,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < D)[None, :]
@@ -139,28 +129,11 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dy,
-    x,
-    weight,
-    rstd,
-    dx,
-    part,
-    beside,
-    rows,
-    dy_inner,
-    dy_outer,
-    dy_each,
-    inner,
-    outer,
-    each,
+    dy, x, weight, rstd, dx, part, beside, rows, dy_inner, dy_outer, dy_each, inner, outer, each,
     programs,
-    DX: tl.constexpr,
-    DW: tl.constexpr,
-    ADDED: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
+    DX: tl.constexpr, DW: tl.constexpr, ADDED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)

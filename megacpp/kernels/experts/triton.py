@@ -172,19 +172,10 @@ def _spread_weighed_kernel(x, token, weight, rows, out, dot, D: tl.constexpr, BL
 
 @triton.jit
 def _sum_kernel(
-    rows,
-    slots,
-    kept,
-    weights,
-    plus,
-    out,
-    D,
-    K: tl.constexpr,
-    SOME: tl.constexpr,
-    WEIGHED: tl.constexpr,
-    PLUS: tl.constexpr,
+    rows, slots, kept, weights, plus, out, D,
+    K: tl.constexpr, SOME: tl.constexpr, WEIGHED: tl.constexpr, PLUS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < D

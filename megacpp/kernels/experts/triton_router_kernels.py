@@ -37,21 +37,10 @@ def _put_best(values, inside, row, rows, column, out, K: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def choose_kernel(
-    logits,
-    bias,
-    chosen,
-    plain,
-    zeros,
-    rows,
-    K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BIASED: tl.constexpr,
-    PLAIN: tl.constexpr,
-    ZEROS: tl.constexpr,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, bias, chosen, plain, zeros, rows,
+    K: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, PLAIN: tl.constexpr,
+    ZEROS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Store the chosen experts and the most probable ones.
 
     Args:
@@ -93,19 +82,10 @@ def choose_kernel(
 
 @triton.jit
 def count_kernel(
-    chosen,
-    plain,
-    document,
-    totals,
-    counts,
-    copies,
-    K: tl.constexpr,
-    TOTALS: tl.constexpr,
-    COUNTS: tl.constexpr,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    chosen, plain, document, totals, counts, copies,
+    K: tl.constexpr, TOTALS: tl.constexpr, COUNTS: tl.constexpr, E: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Add choices of each expert to the totals, and others to those of each token's document.
 
     Args:
@@ -149,34 +129,12 @@ def _document_loads(
 
 @triton.jit
 def weights_kernel(
-    logits,
-    chosen,
-    weights,
-    load,
-    loads,
-    document,
-    length,
-    parts,
-    rows,
-    programs,
-    scale,
-    of_batch,
-    of_documents,
-    of_z,
-    K: tl.constexpr,
-    KB: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    PRE: tl.constexpr,
-    LOSSES: tl.constexpr,
-    BATCH: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    INDIRECT: tl.constexpr,
-    Z: tl.constexpr,
-    SUMMED: tl.constexpr,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, chosen, weights, load, loads, document, length, parts, rows, programs, scale, of_batch,
+    of_documents, of_z,
+    K: tl.constexpr, KB: tl.constexpr, SIGMOID: tl.constexpr, PRE: tl.constexpr,
+    LOSSES: tl.constexpr, BATCH: tl.constexpr, DOCUMENTS: tl.constexpr, INDIRECT: tl.constexpr,
+    Z: tl.constexpr, SUMMED: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Store weights of the chosen experts, and of each program the sums of the losses.
 
     Args:
@@ -257,35 +215,12 @@ def weights_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits,
-    chosen,
-    grad,
-    loss_scale,
-    load,
-    loads,
-    document,
-    length,
-    out,
-    parts,
-    rows,
-    programs,
-    scale,
-    of_batch,
-    of_documents,
-    of_z,
-    K: tl.constexpr,
-    KB: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    PRE: tl.constexpr,
-    LOSSES: tl.constexpr,
-    BATCH: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    INDIRECT: tl.constexpr,
-    Z: tl.constexpr,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, chosen, grad, loss_scale, load, loads, document, length, out, parts, rows, programs,
+    scale, of_batch, of_documents, of_z,
+    K: tl.constexpr, KB: tl.constexpr, SIGMOID: tl.constexpr, PRE: tl.constexpr,
+    LOSSES: tl.constexpr, BATCH: tl.constexpr, DOCUMENTS: tl.constexpr, INDIRECT: tl.constexpr,
+    Z: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Store the gradient of the logits, and of each program the squared norms of its two parts.
 
     Args: as `weights_kernel`, and

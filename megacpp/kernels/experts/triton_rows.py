@@ -106,23 +106,10 @@ def _count_kernel(
 
 @triton.jit
 def _place_kernel(
-    chosen,
-    parts,
-    slots,
-    tokens,
-    counts,
-    kept,
-    copies,
-    each,
-    programs,
-    all_slots,
-    K: tl.constexpr,
-    MULTIPLE: tl.constexpr,
-    OWNED: tl.constexpr,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    chosen, parts, slots, tokens, counts, kept, copies, each, programs, all_slots,
+    K: tl.constexpr, MULTIPLE: tl.constexpr, OWNED: tl.constexpr, E: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program, column = tl.program_id(0), tl.arange(0, BLOCK)
     # Copies of each expert: of all programs, and of those before this one.
     size, before = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
@@ -167,16 +154,9 @@ def _place_kernel(
 
 @triton.jit
 def _weigh_kernel(
-    slots,
-    tokens,
-    kept,
-    weights,
-    out,
-    rows,
-    K: tl.constexpr,
-    SOME: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    slots, tokens, kept, weights, out, rows,
+    K: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < rows
     copy = tl.load(tokens + slot, mask=inside, other=0) * K

@@ -178,19 +178,9 @@ def _copy_in(slot, slots, tokens, kept, K: tl.constexpr, SOME: tl.constexpr):
 
 @triton.jit
 def _units_kernel(
-    gate,
-    up,
-    weights,
-    slots,
-    tokens,
-    kept,
-    out,
-    hidden,
-    GATED: tl.constexpr,
-    K: tl.constexpr,
-    SOME: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    gate, up, weights, slots, tokens, kept, out, hidden,
+    GATED: tl.constexpr, K: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, place = column < hidden, slot * hidden + column
@@ -208,23 +198,10 @@ def _units_kernel(
 
 @triton.jit
 def _units_backward_kernel(
-    gate,
-    up,
-    weights,
-    slots,
-    tokens,
-    kept,
-    grad,
-    other,
-    dweights,
-    units,
-    hidden: tl.constexpr,
-    GATED: tl.constexpr,
-    UNITS: tl.constexpr,
-    K: tl.constexpr,
-    SOME: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    gate, up, weights, slots, tokens, kept, grad, other, dweights, units,
+    hidden: tl.constexpr, GATED: tl.constexpr, UNITS: tl.constexpr, K: tl.constexpr,
+    SOME: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     factor, copy = 1.0, slot
     if K:

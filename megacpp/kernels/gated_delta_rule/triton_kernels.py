@@ -82,34 +82,11 @@ def _inverse(A, C: tl.constexpr):
 
 @triton.jit
 def _solve_kernel(
-    k,
-    v,
-    g,
-    beta,
-    runs,
-    sums,
-    lengths,
-    solved,
-    w,
-    u,
-    T,
-    N,
-    J,
-    k_row,
-    k_token,
-    k_head,
-    v_row,
-    v_token,
-    v_head,
-    SHARED: tl.constexpr,
-    KEEP: tl.constexpr,
-    PACKED: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    k, v, g, beta, runs, sums, lengths, solved, w, u, T, N, J,
+    k_row, k_token, k_head, v_row, v_token, v_head,
+    SHARED: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """Store sums of log decays, 1 / length of keys, W and Y of a chunk; KEEP: T, too."""
     j, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kind = v.dtype.element_ty
@@ -150,31 +127,11 @@ def _solve_kernel(
 
 @triton.jit
 def _states_kernel(
-    k,
-    w,
-    u,
-    sums,
-    lengths,
-    runs,
-    first,
-    states,
-    last,
-    T,
-    N,
-    J,
-    k_row,
-    k_token,
-    k_head,
-    SHARED: tl.constexpr,
-    FIRST: tl.constexpr,
-    STATES: tl.constexpr,
-    PACKED: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    k, w, u, sums, lengths, runs, first, states, last, T, N, J,
+    k_row, k_token, k_head,
+    SHARED: tl.constexpr, FIRST: tl.constexpr, STATES: tl.constexpr, PACKED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """Turn Y into U, store the state in front of each chunk (STATES) and the last.
 
     A program has BLOCK_V columns of a head's state, chunk after chunk.
@@ -225,32 +182,11 @@ def _states_kernel(
 
 @triton.jit
 def _outputs_kernel(
-    q,
-    k,
-    u,
-    sums,
-    lengths,
-    runs,
-    states,
-    o,
-    T,
-    N,
-    J,
-    scale,
-    q_row,
-    q_token,
-    q_head,
-    k_row,
-    k_token,
-    k_head,
-    SHARED: tl.constexpr,
-    PACKED: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    q, k, u, sums, lengths, runs, states, o, T, N, J, scale,
+    q_row, q_token, q_head, k_row, k_token, k_head,
+    SHARED: tl.constexpr, PACKED: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """Store the outputs of a chunk; o is contiguous."""
     j, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kind = u.dtype.element_ty

@@ -247,21 +247,10 @@ def _gradient(logits, hits, count, top, total, CAP: tl.constexpr, Z_LOSS: tl.con
 
 @triton.jit
 def _rows_kernel(
-    logits_ptr,
-    target_ptr,
-    weight_ptr,
-    out_ptr,
-    n,
-    first,
-    V: tl.constexpr,
-    CAP: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    IGNORE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    WIDE: tl.constexpr,
-    WANT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, target_ptr, weight_ptr, out_ptr, n, first,
+    V: tl.constexpr, CAP: tl.constexpr, Z_LOSS: tl.constexpr, IGNORE: tl.constexpr,
+    WEIGHTED: tl.constexpr, WIDE: tl.constexpr, WANT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Compute the statistics of one token and, if wanted, its gradient; a program per token."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * V
@@ -298,20 +287,10 @@ def _rows_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    logits_ptr,
-    target_ptr,
-    weight_ptr,
-    max_ptr,
-    sumexp_ptr,
-    first,
-    V: tl.constexpr,
-    CAP: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    IGNORE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, target_ptr, weight_ptr, max_ptr, sumexp_ptr, first,
+    V: tl.constexpr, CAP: tl.constexpr, Z_LOSS: tl.constexpr, IGNORE: tl.constexpr,
+    WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Compute the gradient of one token and block of words; a program for each."""
     row = tl.program_id(0)
     words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -63,18 +63,11 @@ def _cos_sin_of(
 
 @triton.jit
 def _rotated(
-    x,
-    bias,
-    cos,
-    sin,
-    size,
+    x, bias, cos, sin, size,
     stride,
-    N: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STEP: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
     PARTNER: tl.constexpr,
-):
+):  # fmt: skip
     """Return both halves of queries or keys plus their bias, turned, in fp32, `[C, N / 2]`."""
     token, place = tl.arange(0, C), tl.arange(0, BLOCK_N) * STEP
     real = tl.arange(0, BLOCK_N) < N // 2
@@ -135,41 +128,12 @@ def _scored(q1, q2, k1, k2, s, weight, run, C: tl.constexpr):
 
 @triton.jit
 def _states_kernel(
-    x,
-    bias,
-    v,
-    z,
-    sums,
-    scale,
-    turns,
-    entering,
-    runs,
-    out,
-    T,
-    H,
-    J,
-    x_row,
-    x_token,
-    x_group,
-    v_row,
-    v_token,
-    v_head,
-    z_row,
-    z_token,
-    z_head,
-    SHARED: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    GATED: tl.constexpr,
-    PACKED: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    A: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    STEP: tl.constexpr,
-    PARTNER: tl.constexpr,
-):
+    x, bias, v, z, sums, scale, turns, entering, runs, out, T, H, J,
+    x_row, x_token, x_group, v_row, v_token, v_head, z_row, z_token, z_head,
+    SHARED: tl.constexpr, BACKWARD: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, A: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr, STEP: tl.constexpr, PARTNER: tl.constexpr,
+):  # fmt: skip
     """Store what a chunk adds to a state, of keys and v; BACKWARD: to its gradient, of q and dy."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     head = b * H + h
@@ -207,48 +171,13 @@ def _states_kernel(
 
 @triton.jit
 def _outputs_kernel(
-    q,
-    k,
-    q_bias,
-    k_bias,
-    v,
-    z,
-    D,
-    sums,
-    scale,
-    gamma,
-    turns,
-    entering,
-    runs,
-    states,
-    y,
-    T,
-    H,
-    J,
-    q_row,
-    q_token,
-    q_group,
-    k_row,
-    k_token,
-    k_group,
-    v_row,
-    v_token,
-    v_head,
-    z_row,
-    z_token,
+    q, k, q_bias, k_bias, v, z, D, sums, scale, gamma, turns, entering, runs, states, y, T, H, J,
+    q_row, q_token, q_group, k_row, k_token, k_group, v_row, v_token, v_head, z_row, z_token,
     z_head,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-    PACKED: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    A: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    STEP: tl.constexpr,
-    PARTNER: tl.constexpr,
-):
+    SHARED: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, A: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    STEP: tl.constexpr, PARTNER: tl.constexpr,
+):  # fmt: skip
     """Store the outputs of a chunk; y is contiguous."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     head = b * H + h

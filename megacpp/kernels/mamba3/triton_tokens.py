@@ -31,30 +31,10 @@ def _earlier(runs, b, token, T, PACKED: tl.constexpr):
 
 @triton.jit
 def _rates_kernel(
-    adt,
-    dt,
-    trap,
-    angles,
-    runs,
-    sums,
-    scale,
-    gamma,
-    turns,
-    of_chunks,
-    T,
-    H,
-    J,
-    trap_row,
-    trap_head,
-    trap_token,
-    angles_row,
-    angles_token,
-    angles_head,
-    PACKED: tl.constexpr,
-    A: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-):
+    adt, dt, trap, angles, runs, sums, scale, gamma, turns, of_chunks, T, H, J,
+    trap_row, trap_head, trap_token, angles_row, angles_token, angles_head,
+    PACKED: tl.constexpr, A: tl.constexpr, C: tl.constexpr, BLOCK_A: tl.constexpr,
+):  # fmt: skip
     """Store sums, scale, gamma and turns of a chunk, and the turns of its last token."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     head = b * H + h
@@ -87,37 +67,12 @@ def _rates_kernel(
 
 @triton.jit
 def _rates_backward_kernel(
-    of_tokens,
-    dturns,
-    dleaving,
-    dt,
-    trap,
-    angles,
-    runs,
-    dadt,
-    ddt,
-    dtrap,
-    dangles,
-    B,
-    T,
-    H,
-    J,
-    trap_row,
-    trap_head,
-    trap_token,
-    dtrap_row,
-    dtrap_head,
-    dtrap_token,
-    angles_row,
-    angles_token,
+    of_tokens, dturns, dleaving, dt, trap, angles, runs, dadt, ddt, dtrap, dangles, B, T, H, J,
+    trap_row, trap_head, trap_token, dtrap_row, dtrap_head, dtrap_token, angles_row, angles_token,
     angles_head,
-    SHARED: tl.constexpr,
-    HEADS: tl.constexpr,
-    PACKED: tl.constexpr,
-    A: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-):
+    SHARED: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr, A: tl.constexpr,
+    C: tl.constexpr, BLOCK_A: tl.constexpr,
+):  # fmt: skip
     """Store the gradients of adt, dt, trap and angles, of HEADS heads; SHARED: of angles the sum.
 
     `dleaving` is the gradient of the angle behind each chunk; `dangles` is contiguous, with heads,
@@ -177,25 +132,10 @@ def _rates_backward_kernel(
 
 @triton.jit
 def _carry_kernel(
-    added,
-    sums,
-    runs,
-    first,
-    out,
-    last,
-    T,
-    H,
-    J,
-    X,
-    DECAY: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    TURNS: tl.constexpr,
-    PACKED: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    added, sums, runs, first, out, last, T, H, J, X,
+    DECAY: tl.constexpr, BACKWARD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    TURNS: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Store what enters each chunk, when a chunk keeps a part of that and adds to it.
 
     A document's end within the chunk keeps nothing. DECAY: else the part is exp(sum), or all.
