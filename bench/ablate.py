@@ -19,9 +19,7 @@ import math
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -31,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import parser_of
-from bench.variant_runs import ROOT, VariantRun, train, words
+from bench.variant_runs import ROOT, VariantRun, by_variant, trained, words
 from megacpp.config.arguments import flatten
 from megacpp.config.presets import TINY_FEATURES, tiny, tiny_full
 from megacpp.config.schema import ModelConfig
@@ -108,17 +106,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for seed in range(1, options.seeds + 1)
         for variant in names
     ]
-    began, runs = time.perf_counter(), []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for number, figures in enumerate(pool.map(train, plan), 1):
-            runs.append({k: v for k, v in figures.items() if k != "command"})
-            left = (time.perf_counter() - began) / number * (len(plan) - number)
-            print(
-                f"{number:3}/{len(plan)}  {figures['variant']:8} seed {figures['seed']}  "
-                f"{figures['bits_per_byte']:.4f} bits per byte  {figures['tokens_per_s']:,.0f} "
-                f"tok/s  eta {left / 60:.0f} min",
-                flush=True,
-            )
+    runs = list(trained(plan, _words, options.jobs))
     return {
         "machine": f"{platform.processor() or platform.machine()}, {options.jobs} runs at a time",
         "torch": version("torch"),
@@ -128,6 +116,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "models": {name: model_figures(name) for name in names},
         "runs": runs,
     }
+
+
+def _words(run: dict[str, Any]) -> str:
+    return f"{run['bits_per_byte']:.4f} bits per byte  {run['tokens_per_s']:,.0f} tok/s"
 
 
 def model_figures(variant: str) -> dict[str, int]:
@@ -176,9 +168,7 @@ class AblationLine:
 
 def lines_of(record: dict[str, Any]) -> list[AblationLine]:
     """Return the table's lines from a record."""
-    of: dict[str, dict[int, dict[str, Any]]] = {}
-    for run in record["runs"]:
-        of.setdefault(run["variant"], {})[run["seed"]] = run
+    of = by_variant(record)
     base, found = of[BASE], []
     for variant, runs in of.items():
         apart = [runs[s]["bits_per_byte"] - base[s]["bits_per_byte"] for s in sorted(runs)]

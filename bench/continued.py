@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import parser_of
-from bench.variant_runs import ROOT, VariantRun, train
+from bench.variant_runs import ROOT, VariantRun, made_with, trained
 
 RECORD, HOME = ROOT / "docs/continued.json", ROOT / "runs/continued"
 IDS, NEW_IDS = 1024, 64
@@ -189,18 +186,12 @@ def measure(options: argparse.Namespace) -> None:
     seeds = range(1, options.seeds + 1)
     plan = [ContinuedRun(n, s, PARTS[n].steps, EVAL_ROWS) for s in seeds for n in wanted]
     record = json.loads(options.record.read_text()) if options.record.exists() else {}
-    made, began = made_with(), time.perf_counter()
+    made = made_with()
     if record.get("torch") != made["torch"]:
         record = {}
     known = {(run["variant"], run["seed"]): run for run in record.get("runs", ())}
-    for number, run in enumerate(plan, 1):
-        figures = train(run)
-        known[run.variant, run.seed] = {k: v for k, v in figures.items() if k != "command"}
-        left = (time.perf_counter() - began) / number * (len(plan) - number)
-        shown = _words(figures["held_out"][-1][1])
-        print(
-            f"{number:2}/{len(plan)}  {run.variant:20} {shown}  eta {left / 60:.0f} min", flush=True
-        )
+    for figures in trained(plan, lambda run: _words(run["held_out"][-1][1])):
+        known[figures["variant"], figures["seed"]] = figures
         record = made | {
             "runs": list(known.values()),
             "token_losses": record.get("token_losses", {}),
@@ -232,18 +223,6 @@ def token_figures(experiments: Sequence[str], seeds: Sequence[int]) -> dict[str,
             corpus = HOME / "data/grown"
             found[f"{name}, known and new ids"] = [loss_of_ids(m, corpus, ROW, IDS) for m in models]
     return found
-
-
-def made_with() -> dict[str, Any]:
-    """Return where and with what the figures are made."""
-    from megacpp.launch.record import git_commit
-
-    return {
-        "machine": platform.processor() or platform.machine(),
-        "torch": version("torch"),
-        "commit": git_commit(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def write(path: Path, record: dict[str, Any]) -> None:

@@ -21,7 +21,6 @@ import json
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -31,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import parser_of
-from bench.variant_runs import ROOT, VariantRun, train
+from bench.variant_runs import ROOT, VariantRun, by_variant, trained
 
 RECORD = ROOT / "docs/precision.json"
 SEEDS, STEPS, TAIL = 3, 300, 50
@@ -140,18 +139,12 @@ def in_order(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def measure(options: argparse.Namespace) -> None:
     """Run all requested variants one after another; the record is written after each."""
     known = {(run["variant"], run["seed"]): run for run in stored(options)}
-    runs, began = plan(options), time.perf_counter()
+    runs = plan(options)
     if not options.again:
         runs = [run for run in runs if (run.variant, run.seed) not in known]
-    for number, run in enumerate(runs, 1):
-        figures = train(run)
-        known[run.variant, run.seed] = {k: v for k, v in figures.items() if k != "command"}
-        left = (time.perf_counter() - began) / number * (len(runs) - number)
-        print(
-            f"{number:2}/{len(runs)}  {run.variant:11} seed {run.seed}  held-out loss "
-            f"{figures['held_out']:.4f}  {figures['wall_s']:.0f} s  eta {left / 60:.0f} min",
-            flush=True,
-        )
+    words = lambda run: f"held-out loss {run['held_out']:.4f}  {run['wall_s']:.0f} s"  # noqa: E731
+    for figures in trained(runs, words):
+        known[figures["variant"], figures["seed"]] = figures
         made = _made_with(options) | {"tokens": figures["tokens"]}
         record = made | {"runs": in_order(list(known.values()))}
         options.record.write_text(json.dumps(record) + "\n")
@@ -187,9 +180,7 @@ class PrecisionLine:
 
 def lines_of(record: dict[str, Any]) -> list[PrecisionLine]:
     """Return the table's lines from a record."""
-    of: dict[str, dict[int, dict[str, Any]]] = {}
-    for run in record["runs"]:
-        of.setdefault(run["variant"], {})[run["seed"]] = run
+    of = by_variant(record)
     bound = seed_bound(record)
     found = []
     for variant, runs in of.items():

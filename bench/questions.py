@@ -12,25 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import parser_of
-from bench.variant_runs import ROOT, words
+from bench.variant_runs import ROOT, made_with, words
 from megacpp.data.corpus import Corpus
 from megacpp.data.prepare import ensure_corpus
 from megacpp.data.sources import torch_headers
 from megacpp.data.spec import CorpusSpec
-from megacpp.launch.record import git_commit
 from megacpp.lessons.questions import Question, questions_of
 
 RECORD = ROOT / "docs/questions.json"
@@ -94,10 +90,7 @@ def measure() -> dict[str, Any]:
     """Return the figures: right answers before tuning and at each checkpoint."""
     learned, asked = questions()
     record: dict[str, Any] = {
-        "machine": platform.processor() or platform.machine(),
-        "torch": version("torch"),
-        "commit": git_commit(),
-        "date": time.strftime("%Y-%m-%d"),
+        **made_with(),
         "base_loss": json.loads((BASE / "evaluations.jsonl").read_text().splitlines()[-1])["loss"],
         "learned": len(learned),
         "asked": len(asked),

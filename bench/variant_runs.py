@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -87,3 +91,39 @@ def train(run: VariantRun) -> dict[str, Any]:
     }
     stored.write_text(json.dumps(figures))
     return figures
+
+
+def trained(
+    plan: Sequence[VariantRun], words: Callable[[dict[str, Any]], str], jobs: int = 1
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each run, and print a line: `words` about them, and the time left."""
+    began = time.perf_counter()
+    with ThreadPoolExecutor(jobs) as pool:
+        for number, figures in enumerate(pool.map(train, plan), 1):
+            left = (time.perf_counter() - began) / number * (len(plan) - number)
+            print(
+                f"{number:3}/{len(plan)}  {figures['variant']:20} seed {figures['seed']}  "
+                f"{words(figures)}  eta {left / 60:.0f} min",
+                flush=True,
+            )
+            yield {k: v for k, v in figures.items() if k != "command"}
+
+
+def by_variant(record: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return the runs of a record by variant and seed."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in record["runs"]:
+        found.setdefault(run["variant"], {})[run["seed"]] = run
+    return found
+
+
+def made_with() -> dict[str, Any]:
+    """Return where and with what the figures are made."""
+    from megacpp.launch.record import git_commit
+
+    return {
+        "machine": platform.processor() or platform.machine(),
+        "torch": version("torch"),
+        "commit": git_commit(),
+        "date": time.strftime("%Y-%m-%d"),
+    }

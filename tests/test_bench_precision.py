@@ -61,7 +61,7 @@ def test_what_is_stored_stays_and_is_not_run_again(
         ran.append((run.variant, run.seed))
         return run_of(run.variant, run.seed, 3.0 + run.seed, [2.0]) | {"tokens": 4, "wall_s": 1}
 
-    monkeypatch.setattr("bench.precision.train", trained)
+    monkeypatch.setattr("bench.variant_runs.train", trained)
     options = argparse.Namespace(seeds=2, steps=3, only=["fp16"], again=False)
     options.record = tmp_path / "precision.json"
     measure(options)
