@@ -24,7 +24,7 @@ from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import MeshConfig, ModelConfig
 from megacpp.lessons.differences import relative
-from megacpp.lessons.ranks import run_ranks
+from megacpp.lessons.ranks import on_worlds
 from megacpp.model.documents import Documents
 from megacpp.model.init import Slice, initialise
 from parallel.context.layout import ContextLayout
@@ -120,17 +120,9 @@ def cases() -> list[ExpertCase]:
 
 def outcomes() -> dict[ExpertCase, list[ExpertOutcome]]:
     """Return outcomes of every case on every rank, from one fork of ranks per world size."""
-    found: dict[ExpertCase, list[ExpertOutcome]] = {}
-    for size in (2, 4):
-        same = [case for case in cases() if case.world == size]
-        of_ranks = run_ranks(functools.partial(_all, same=same), size)
-        found |= {case: [of_rank[case] for of_rank in of_ranks] for case in same}
-    return found
-
-
-def _all(rank: int, _size: int, same: list[ExpertCase]) -> dict[ExpertCase, ExpertOutcome]:
-    worlds = {mesh: join(MESHES[mesh], CPU) for mesh in dict.fromkeys(case.mesh for case in same)}
-    return {case: outcome(case, worlds[case.mesh]) for case in same}
+    join_once = functools.cache(lambda mesh: join(MESHES[mesh], CPU))
+    play = lambda rank, case: outcome(case, join_once(case.mesh))  # noqa: E731
+    return on_worlds(play, {case: case.world for case in cases()})
 
 
 def outcome(case: ExpertCase, world: World) -> ExpertOutcome:
