@@ -101,7 +101,6 @@ class ExpertOutcome:
     counts: list[int]
     expected_counts: list[int]
     same_bias: bool
-    experts_here: int
 
 
 def cases() -> list[ExpertCase]:
@@ -157,7 +156,7 @@ def outcome(case: ExpertCase, world: World) -> ExpertOutcome:
     same_bias = all(
         map(torch.equal, *([getattr(r, b) for b in biases] for r in (spread.router, whole.router)))
     )
-    return ExpertOutcome(errors, counted, expected, same_bias, len(local_weight(spread)))
+    return ExpertOutcome(errors, counted, expected, same_bias)
 
 
 def mixer_of(moe: MoEConfig, dtype: torch.dtype, preferred: list[int]) -> MixtureOfExperts:
@@ -228,13 +227,6 @@ def error(got: Slice, want: Tensor) -> float:
     """Return the largest difference, relative to the largest entry of `want`, of any shape."""
     box = tuple(slice(a, a + n) for a, n in zip(got.offset, got.local.shape, strict=True))
     return relative(got.local, want[box], want)
-
-
-def local_weight(mixer: MixtureOfExperts) -> Tensor:
-    """Return the first weight of the experts that this rank holds."""
-    w1 = mixer.experts._parameters["w1"]
-    assert isinstance(w1, DTensor)
-    return w1.to_local()
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
