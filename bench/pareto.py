@@ -23,11 +23,7 @@ from megacpp.cli.dry_run import readable
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import PRESETS
 from megacpp.lessons.pareto import Front, TradeOff, front
-from megacpp.lessons.recompute import (
-    CHOICES,
-    KEEP_ALL,
-    OFFLOAD,
-)
+from megacpp.lessons.recompute import CHOICES, KEEP_ALL, OFFLOAD
 
 HYBRIDS = ("tiny", "hybrid_400m", "nam56r_base", "nam52_deep_base")
 

@@ -32,11 +32,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def median_s(
-    run: Callable[[], object],
-    device: torch.device,
-    warm: int,
-    repeats: int,
-    most_s: float = 60.0,
+    run: Callable[[], object], device: torch.device, warm: int, repeats: int, most_s: float = 60.0
 ) -> float:
     """Return median seconds of a call after warm-up.
 

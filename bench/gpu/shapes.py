@@ -11,13 +11,7 @@ from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.config.checks.every import check, resolve
 from megacpp.config.presets import PER_BLOCK, nam56r_base, tiny
-from megacpp.config.schema import (
-    KEEP,
-    Config,
-    DataConfig,
-    ModelConfig,
-    TrainConfig,
-)
+from megacpp.config.schema import KEEP, Config, DataConfig, ModelConfig, TrainConfig
 
 
 def _dense(name: str, dim: int, depth: int, heads: int, hidden: int, rows: int) -> Config:

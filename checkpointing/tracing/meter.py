@@ -29,10 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing.tracing.operators import (

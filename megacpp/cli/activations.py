@@ -185,10 +185,7 @@ def _content(config: Config, size: int, rank: int, report: Report) -> dict[str, 
         **report.found.as_dict(),
         "nothing_recomputed": base.as_dict(),
         "levers": {
-            name: {
-                "saved_bytes": base.bytes - alone.bytes,
-                "replayed_flops": alone.repeated(base),
-            }
+            name: {"saved_bytes": base.bytes - alone.bytes, "replayed_flops": alone.repeated(base)}
             for name, alone in report.levers.items()
         },
     }

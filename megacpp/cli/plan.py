@@ -202,11 +202,7 @@ def _flops(asked: Asked, candidate: Candidate) -> tuple[float, float]:
 
 
 def _content(
-    asked: Asked,
-    found: Plan,
-    shown: Sequence[Candidate],
-    times: Sequence[StepTime],
-    cost: Cost,
+    asked: Asked, found: Plan, shown: Sequence[Candidate], times: Sequence[StepTime], cost: Cost
 ) -> dict[str, Any]:
     """Return the plan as JSON; all numbers are bytes, FLOPs, seconds, tokens or counts."""
     candidates = [_one(asked, candidate) for candidate in shown]

@@ -5,13 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megacpp.config.schema import Config
-from megacpp.model.stages import (
-    BOTH_WAYS,
-    as_scheduled,
-    stage_parts,
-    stages_per_rank,
-    walks_once,
-)
+from megacpp.model.stages import BOTH_WAYS, as_scheduled, stage_parts, stages_per_rank, walks_once
 from megacpp.speed.pipeline import KNOWN, Actions, from_torch, schedule
 
 

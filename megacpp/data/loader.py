@@ -51,12 +51,7 @@ class Loader:
     """
 
     def __init__(
-        self,
-        corpus: TrainingRows,
-        rank: int,
-        ranks: int,
-        device_batch_size: int,
-        position: int = 0,
+        self, corpus: TrainingRows, rank: int, ranks: int, device_batch_size: int, position: int = 0
     ) -> None:
         assert 0 <= rank < ranks and device_batch_size >= 1 and position >= 0
         self.corpus, self.rank, self.ranks = corpus, rank, ranks

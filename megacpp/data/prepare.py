@@ -46,14 +46,7 @@ from megacpp.data.shards import (
 from megacpp.data.sources import Source, find_source
 from megacpp.data.spec import VOCAB_SIZE, CorpusSpec
 from megacpp.data.tokenizer import CorpusTokenizer
-from megacpp.data.unfinished import (
-    RETIRED,
-    LeftoverError,
-    Unfinished,
-    claim,
-    discard,
-    identity,
-)
+from megacpp.data.unfinished import RETIRED, LeftoverError, Unfinished, claim, discard, identity
 from megacpp.data.words import text_kind
 from megacpp.data.workers import in_order, worker_count
 from megacpp.errors import ConfigError, DataError, config_error
@@ -144,11 +137,7 @@ def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False, workers: int
 
 
 def _build(
-    spec: CorpusSpec,
-    source: Source,
-    given: GivenTokenizer | None,
-    work: Unfinished,
-    workers: int,
+    spec: CorpusSpec, source: Source, given: GivenTokenizer | None, work: Unfinished, workers: int
 ) -> None:
     """Write every file of the corpus into `work.corpus`, the index last."""
     folder = work.corpus

@@ -29,8 +29,7 @@ class CorpusSpec:
         (), "Patterns of the files of a folder (none: text and record files, none hidden)."
     )
     field: str = setting(
-        "",
-        "Text of .jsonl and .parquet records (empty: text, content, or conversations).",
+        "", "Text of .jsonl and .parquet records (empty: text, content, or conversations)."
     )
     document_bytes: int = setting(
         0,

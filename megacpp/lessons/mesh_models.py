@@ -120,8 +120,7 @@ def models() -> Mapping[str, ModelConfig]:
             ),
         ),
         "ahead_apart": replace(
-            short,
-            mtp=MTPConfig(depths=2, hidden_dim=24, detach_trunk=True, detach_head=True),
+            short, mtp=MTPConfig(depths=2, hidden_dim=24, detach_trunk=True, detach_head=True)
         ),
         # streams that differ by a tenth behind the first layer: of equal ones `res` has no gradient
         "streams": replace(
@@ -163,10 +162,7 @@ def models() -> Mapping[str, ModelConfig]:
     return MappingProxyType(
         {
             name: replace(
-                m,
-                moe=replace(m.moe, sequence_loss=1e-2, z_loss=1e-2),
-                init_std=0.1,
-                z_loss=1e-3,
+                m, moe=replace(m.moe, sequence_loss=1e-2, z_loss=1e-2), init_std=0.1, z_loss=1e-3
             )
             for name, m in found.items()
         }

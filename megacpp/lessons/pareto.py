@@ -25,14 +25,7 @@ from checkpointing.tracing.activations import (
 from checkpointing.tracing.meter import Meter
 from megacpp.config.presets import PER_BLOCK
 from megacpp.config.schema import KEEP, Config
-from megacpp.lessons.recompute import (
-    BY_KIND,
-    CHOICES,
-    KEEP_ALL,
-    SELECTIVE,
-    WHOLE,
-    RecomputeSetup,
-)
+from megacpp.lessons.recompute import BY_KIND, CHOICES, KEEP_ALL, SELECTIVE, WHOLE, RecomputeSetup
 from megacpp.memory.forms.simulation import WINDOW_BYTES
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import block_letters

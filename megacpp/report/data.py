@@ -285,10 +285,7 @@ def _growth(folder: Path, taken: list[Snapshot]) -> dict[str, Any]:
 
 
 def _events(
-    folder: Path,
-    launches: list[dict[str, Any]],
-    steps: list[dict[str, Any]],
-    taken: list[Snapshot],
+    folder: Path, launches: list[dict[str, Any]], steps: list[dict[str, Any]], taken: list[Snapshot]
 ) -> list[dict[str, Any]]:
     """Return events in the order of steps; those without a step come last."""
     found = []

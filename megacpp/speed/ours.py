@@ -206,13 +206,7 @@ class _Maker:
         least: see `step_work`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        size: int,
-        generation: str,
-        least: bool,
-    ) -> None:
+    def __init__(self, config: Config, size: int, generation: str, least: bool) -> None:
         self.config, self.generation, self.least = config, generation, least
         self.own, self.place = LocalShapes.on_rank(config, size, 0), Place.on_rank(config, size, 0)
         self.sent = block_transfers(config, self.own, size)

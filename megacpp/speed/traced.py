@@ -15,9 +15,7 @@ from megacpp.speed.operators import Passes
 
 
 @lru_cache(maxsize=4096)
-def moved_by(
-    request: BlockRequest,
-) -> tuple[tuple[Passes, Passes], tuple[int, int], int | None]:
+def moved_by(request: BlockRequest) -> tuple[tuple[Passes, Passes], tuple[int, int], int | None]:
     """Return memory-bound work, operators that are issued, and `BlockTrace.replayed`, of a block.
 
     The first two are of its forward and its backward. What recomputation runs again is in the

@@ -274,10 +274,7 @@ def _prepare(pending: Path, whole: Catalogue) -> str:
 
 
 def _write_tensors(
-    pending: Path,
-    tensors: Mapping[str, Tensor],
-    whole: Catalogue,
-    group: dist.ProcessGroup | None,
+    pending: Path, tensors: Mapping[str, Tensor], whole: Catalogue, group: dist.ProcessGroup | None
 ) -> float:
     """Write this rank's part; return the seconds that its own files took."""
     import torch.distributed.checkpoint as dcp  # slow to import, and not every process saves
@@ -347,11 +344,7 @@ def _own_files(pending: Path) -> list[Path]:
 
 
 def _finish(
-    pending: Path,
-    step: int,
-    whole: Catalogue,
-    hashes: dict[str, FileEntry],
-    state: dict[str, Any],
+    pending: Path, step: int, whole: Catalogue, hashes: dict[str, FileEntry], state: dict[str, Any]
 ) -> None:
     """Write extra.json and manifest.json beside the tensors."""
     unseen = [name for name in hashes if not (pending / name).is_file()]

@@ -26,13 +26,7 @@ from megacpp.config.schema import Config
 from megacpp.downloads import RemoteFile, fetch_file
 from megacpp.errors import CheckpointError, config_error
 from megacpp.state.files import PENDING, publish_folder, write_json, write_text
-from megacpp.state.manifest import (
-    NAME,
-    DamagedError,
-    Manifest,
-    parse_manifest,
-    read_manifest,
-)
+from megacpp.state.manifest import NAME, DamagedError, Manifest, parse_manifest, read_manifest
 from megacpp.state.published import (
     EXTRA,
     LATEST,
