@@ -81,10 +81,10 @@ def fit(rows: Iterable[dict[str, Any]]) -> dict[Key, Rates]:
     for row in rows:
         if str(row.get("id")).startswith(FITTED) and compare(row, {}).time:
             groups[key_of(row)].append(row)
-    return {key: _fitted(key, group) for key, group in groups.items()}
+    return {key: _fitted(group) for key, group in groups.items()}
 
 
-def _fitted(key: Key, rows: Sequence[dict[str, Any]]) -> Rates:
+def _fitted(rows: Sequence[dict[str, Any]]) -> Rates:
     """Return the constants with the least mean error, by descent along each in turn."""
     steps = [(step_of(row), float(row["step_s"])) for row in rows]
 

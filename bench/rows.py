@@ -219,7 +219,7 @@ def _blocks(row: dict[str, Any], s: RowSizes, notes: list[str]) -> list[BlockWor
     if s.family.name.startswith("megatron"):
         vocab = -(-vocab // (128 * s.tp)) * 128 * s.tp
     first, last = ends(s, vocab)
-    kinds = _kinds(row, s.model)
+    kinds = _kinds(s.model)
     found: list[BlockWork] = []
     made: dict[tuple[str, int, bool], BlockWork] = {}
     for number, kind in enumerate(kinds):
@@ -250,7 +250,7 @@ def _regions(s: RowSizes, letter: str, window: int) -> list[Region]:
     return list(mlp_layer(s, int(s.model.get("ffn") or s.model["moe_ffn"])))
 
 
-def _kinds(row: dict[str, Any], m: dict[str, Any]) -> list[str]:
+def _kinds(m: dict[str, Any]) -> list[str]:
     """Return the blocks of each layer, as letters: A attention, F MLP, E experts, M Mamba-2.
 
     Raises:

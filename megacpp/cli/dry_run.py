@@ -141,7 +141,7 @@ def lines(config: Config, size: int, rank: int, found: DryRun) -> list[str]:
         "",
         *_shard_bytes(found),
         "",
-        *_collectives(config, found),
+        *_collectives(found),
     ]
 
 
@@ -206,7 +206,7 @@ def _shard_bytes(found: DryRun) -> list[str]:
     ]
 
 
-def _collectives(config: Config, found: DryRun) -> list[str]:
+def _collectives(found: DryRun) -> list[str]:
     if not found.traffic:
         return ["collectives of one optimizer step: none"]
     rows = [["collectives of one optimizer step", "", "dtype", "calls", "bytes"]]

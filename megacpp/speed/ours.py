@@ -216,7 +216,7 @@ class _Maker:
         """Return a block with weights in FP8 by name, an end of the model, or another part."""
         if (kind, pieces, fp8) not in self.made:
             mixer = kind[0] in KINDS
-            made = self._mixer(kind, pieces, fp8) if mixer else self._end(kind, pieces)
+            made = self._mixer(kind, pieces, fp8) if mixer else self._end(kind)
             self.made[kind, pieces, fp8] = made
         return self.made[kind, pieces, fp8]
 
@@ -351,7 +351,7 @@ class _Maker:
         scan = SerialWork(serial, TOKEN_US, 0.0, flops)
         return [scan], [scan._replace(steps=2 * serial, flops=2.5 * flops)]
 
-    def _end(self, kind: str, pieces: frozenset[Region]) -> BlockWork:
+    def _end(self, kind: str) -> BlockWork:
         """Return the work of embedding, head or another part beside the blocks."""
         own, model = self.own, self.config.model
         stream = Passes(4.0 * own.stream * model.dim * own.compute)
