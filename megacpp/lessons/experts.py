@@ -5,7 +5,6 @@ Legend: B rows, T tokens of a row, D model.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import MeshConfig, ModelConfig
 from megacpp.lessons.differences import relative
-from megacpp.lessons.ranks import on_worlds
 from megacpp.model.documents import Documents
 from megacpp.model.init import Slice, initialise
 from parallel.context.layout import ContextLayout
@@ -33,7 +31,6 @@ from parallel.expert.routing import SpreadRouter
 from parallel.fsdp import shard_slice
 from parallel.mesh import World
 from parallel.notation import Array
-from parallel.start import join
 from parallel.styles import shard_parameter
 
 CPU = torch.device("cpu")
@@ -101,27 +98,6 @@ class ExpertOutcome:
     counts: list[int]
     expected_counts: list[int]
     same_bias: bool
-
-
-def cases() -> list[ExpertCase]:
-    """Return every router in all kinds on one mesh, and every mesh and load with one router."""
-    kinds: tuple[Kind, ...] = ("per_rank", "per_expert", "padded")
-    found = [ExpertCase(router, "cp2 tp2", kind) for router in ROUTERS for kind in kinds]
-    found += [ExpertCase("sigmoid", mesh, kind) for mesh in MESHES for kind in kinds]
-    found += [ExpertCase("roomy", mesh) for mesh in ("dp2", "dp2 tp2, experts twice")]
-    for router, bias in (("sigmoid", "first"), ("sigmoid", "last"), ("one_expert", "one")):
-        found += [ExpertCase(router, mesh, kind, bias) for mesh in ("cp2", "dp4") for kind in kinds]
-    found += [ExpertCase("groups", "dp2 cp2", kind, "even", "fp32") for kind in kinds]
-    found += [ExpertCase("nulls", mesh, kind) for mesh in ("dp2", "dp4") for kind in kinds]
-    found += [ExpertCase("nulls", "dp4", kind, "nulls") for kind in kinds]
-    return list(dict.fromkeys(found))
-
-
-def outcomes() -> dict[ExpertCase, list[ExpertOutcome]]:
-    """Return outcomes of every case on every rank, from one fork of ranks per world size."""
-    join_once = functools.cache(lambda mesh: join(MESHES[mesh], CPU))
-    play = lambda rank, case: outcome(case, join_once(case.mesh))  # noqa: E731
-    return on_worlds(play, {case: case.world for case in cases()})
 
 
 def outcome(case: ExpertCase, world: World) -> ExpertOutcome:
