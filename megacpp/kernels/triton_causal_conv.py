@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.strides import side_by_side
+from megacpp.kernels.strides import launch, side_by_side
 from megacpp.model.documents import Documents
 
 TOKENS, CHANNELS, WARPS = 32, 64, 8  # of a tile: 8 numbers for each thread
@@ -82,7 +82,7 @@ def forward(
         grid = _tiles(x_BTC)
         positions = x_BTC if positions_BT is None else positions_BT.contiguous()
         given = x_BTC, weight_C1K.contiguous(), positions, y_BTC, *x_BTC.shape, *x_BTC.stride()[:2]
-        _launch(_forward_kernel, grid, *given, **fixed)
+        launch(_forward_kernel, grid, *given, **fixed)
     return y_BTC
 
 
@@ -110,7 +110,7 @@ def backward(
     x_BTC, dy_BTC = side_by_side(x_BTC), side_by_side(dy_BTC)
     programs, (C, _, K) = max(1, PROGRAMS // _tiles(x_BTC)[1]), weight_C1K.shape
     part_PCK = torch.empty(programs, C, K, dtype=torch.float32, device=x_BTC.device)
-    _launch(
+    launch(
         _backward_kernel,
         (programs, _tiles(x_BTC)[1]),
         *(dy_BTC, x_BTC, weight_C1K.contiguous()),
@@ -119,11 +119,6 @@ def backward(
         **_fixed(x_BTC, weight_C1K, positions_BT, silu, dilation),
     )
     return dx_BTC, part_PCK.sum(0, dtype=weight_C1K.dtype)[:, None]
-
-
-def _launch(kernel: Any, grid: tuple[int, int], x: Tensor, *given: Any, **constants: Any) -> None:
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernel[grid](x, *given, **constants)
 
 
 def _tiles(x_BTC: Tensor) -> tuple[int, int]:

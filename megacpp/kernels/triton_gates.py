@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.experts.triton_units import units_backward, weighed_units
-from megacpp.kernels.strides import side_by_side
+from megacpp.kernels.strides import launch, side_by_side
 from megacpp.kernels.triton_gate_kernels import (
     _decay_backward_kernel,
     _decay_kernel,
@@ -199,7 +199,7 @@ def gated_norm(
     how = _head_tile(x_BTHP)
     given = x_BTHP.contiguous(), z_BTX, weight_HP, out_BTHP, *_places(z_BTX)
     blocks = -(-x_BTHP.shape[0] * x_BTHP.shape[1] // how["TOKENS"])
-    _by_head(_norm_kernel, (blocks, len(weight_HP)), *given, weight_HP.stride(0), eps, **how)
+    launch(_norm_kernel, (blocks, len(weight_HP)), *given, weight_HP.stride(0), eps, **how)
     return out_BTHP
 
 
@@ -227,7 +227,7 @@ def gated_norm_backward(
     given = x_BTHP.contiguous(), z_BTX, weight_HP, dx, dz, part_PHP, *_places(z_BTX)
     places = weight_HP.stride(0), eps, PROGRAMS
     how, grid = _head_tile(x_BTHP), (PROGRAMS, len(weight_HP))
-    _by_head(_norm_backward_kernel, grid, dout_BTHP.contiguous(), *given, *places, **how)
+    launch(_norm_backward_kernel, grid, dout_BTHP.contiguous(), *given, *places, **how)
     return dx, dz, part_PHP.sum(0, dtype=weight_HP.dtype)
 
 
@@ -259,18 +259,9 @@ def hidden_backward(
     return found[0], found[1], found[2] if up is not None else None
 
 
-def _launch(kernel: Any, programs: int, x: Tensor, *given: Any, **constants: Any) -> None:
-    if not programs:
-        return
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernel[(programs, -(-constants["N"] // constants["BLOCK"]))](x, *given, **constants)
-
-
-def _by_head(kernel: Any, grid: tuple[int, int], x: Tensor, *given: Any, **constants: Any) -> None:
-    if 0 in grid:
-        return
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernel[grid](x, *given, **constants)
+def _launch(kernel: Any, programs: int, *given: Any, **constants: Any) -> None:
+    grid = programs, -(-constants["N"] // constants["BLOCK"])
+    launch(kernel, grid, *given, **constants)
 
 
 def _head_tile(x_BTHP: Tensor) -> dict[str, int]:

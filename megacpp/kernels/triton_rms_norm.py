@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megacpp.kernels.strides import launch
+
 TILE = 4096  # numbers at a time: 16 for each thread of 8 warps
 PROGRAMS = 256  # of the backward: two for each of a large GPU's processors
 
@@ -37,7 +39,7 @@ def forward(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tupl
         x, *places = _places(x)
         blocks = -(-rstd.numel() // _shape(x)["ROWS"])
         given = x, weight_D.contiguous(), y, rstd, rstd.numel(), *places, eps
-        _launch(_forward_kernel, blocks, *given, **_shape(x))
+        launch(_forward_kernel, (blocks,), *given, **_shape(x))
     return y, rstd
 
 
@@ -75,13 +77,8 @@ def backward(
     stream = dx if beside is None else beside.contiguous()
     constants = {"DX": needed[0], "DW": needed[1], "ADDED": beside is not None} | _shape(x)
     sizes = rows, *dy_places, *places, programs
-    _launch(_backward_kernel, programs, *tensors, stream, *sizes, **constants)
+    launch(_backward_kernel, (programs,), *tensors, stream, *sizes, **constants)
     return (dx if needed[0] else None), (part_PD.sum(0) if needed[1] else None)
-
-
-def _launch(kernel: Any, programs: int, x: Tensor, *given: Any, **constants: Any) -> None:
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernel[(programs,)](x, *given, **constants)
 
 
 def _shape(x: Tensor) -> dict[str, int]:

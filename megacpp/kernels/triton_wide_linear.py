@@ -11,12 +11,12 @@ Legend: T rows, D input width, E outputs, P programs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megacpp.kernels.strides import launch
 
 PROGRAMS = 8  # of the weight's gradient, for each WIDTH numbers of D
 
@@ -31,7 +31,8 @@ def forward(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     y_TE = torch.empty(len(x_TD), len(weight_ED), dtype=torch.float32, device=x_TD.device)
     shape = _shape(weight_ED)
     blocks = -(-len(x_TD) // shape["ROWS"])
-    _launch(_forward_kernel, (blocks,), x_TD.contiguous(), weight_ED.contiguous(), y_TE, **shape)
+    given = x_TD.contiguous(), weight_ED.contiguous(), y_TE, len(y_TE)
+    launch(_forward_kernel, (blocks,), *given, **shape)
     return y_TE
 
 
@@ -49,9 +50,9 @@ def input_gradient(
     dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     shape = _shape(weight_ED)
     grid = -(-len(dy_TE) // shape["ROWS"]), -(-weight_ED.shape[1] // shape["WIDTH"])
-    given = dx_TD, weight_ED.contiguous(), dy_TE.contiguous()
+    given = dx_TD, weight_ED.contiguous(), dy_TE.contiguous(), len(dy_TE)
     plus = dx_TD if plus_TD is None else plus_TD.contiguous()
-    _launch(_input_kernel, grid, *given, plus, PLUS=plus_TD is not None, **shape)
+    launch(_input_kernel, grid, *given, plus, PLUS=plus_TD is not None, **shape)
     return dx_TD
 
 
@@ -65,7 +66,8 @@ def weight_gradient(dy_TE: Tensor, x_TD: Tensor) -> Tensor:
     part_PED = dy_TE.new_empty(PROGRAMS, dy_TE.shape[1], x_TD.shape[1])
     shape = _shape(part_PED[0])
     grid = -(-x_TD.shape[1] // shape["WIDTH"]), PROGRAMS
-    _launch(_weight_kernel, grid, x_TD.contiguous(), part_PED, dy_TE.contiguous(), **shape)
+    given = x_TD.contiguous(), part_PED, dy_TE.contiguous(), len(dy_TE)
+    launch(_weight_kernel, grid, *given, **shape)
     return part_PED.sum(0)
 
 
@@ -76,14 +78,6 @@ def _shape(weight_ED: Tensor) -> dict[str, int]:
     width = 64 if block <= 128 else 32
     found = {"D": weight_ED.shape[1], "E": len(weight_ED), "BLOCK": block, "WIDTH": width}
     return found | {"ROWS": 64 if few else 32, "num_warps": 4 if few else 8}
-
-
-def _launch(
-    kernel: Any, grid: tuple[int, ...], x: Tensor, w: Tensor, y: Tensor, *rest: Tensor, **how: Any
-) -> None:
-    if grid[0] and grid[-1]:
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            kernel[grid](x, w, y, len(y), *rest, **how)
 
 
 @triton.jit

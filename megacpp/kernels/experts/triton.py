@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megacpp.kernels.strides import launch
+
 BLOCK = 1024  # numbers of a row at a time: 8 for each thread of 4 warps
 
 
@@ -63,27 +65,12 @@ def sum_of_slots(
     return _sum_of_slots(rows_SD, slot_KT, kept_KT, weights_KT, plus_TD, dtype)
 
 
-def launch(kernel: Any, grid: tuple[Any, ...], x: Tensor, *args: Any, **constants: Any) -> None:
-    """Launch a kernel on the device of its first tensor.
-
-    Args:
-        kernel: of Triton.
-        grid: programs.
-        x: first argument.
-        args: the others.
-        constants: compiled into the kernel.
-    """
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernel[grid](x, *args, **constants)
-
-
 # Operators of their own: tensors without values pass, and a compiler need not look inside.
 @torch.library.custom_op("megacpp::experts_spread", mutates_args=())
 def _spread(x_RD: Tensor, token_S: Tensor, dtype: torch.dtype) -> Tensor:
     x_RD, out_SD = x_RD.contiguous(), x_RD.new_empty(len(token_S), x_RD.shape[1], dtype=dtype)
-    if out_SD.numel():
-        grid = (len(token_S), triton.cdiv(x_RD.shape[1], BLOCK))
-        launch(_spread_kernel, grid, x_RD, token_S, out_SD, x_RD.shape[1], BLOCK=BLOCK)
+    grid = len(token_S), triton.cdiv(x_RD.shape[1], BLOCK)
+    launch(_spread_kernel, grid, x_RD, token_S, out_SD, x_RD.shape[1], BLOCK=BLOCK)
     return out_SD
 
 
@@ -93,9 +80,8 @@ def _spread_weighed(
 ) -> tuple[Tensor, Tensor]:
     x_RD, rows_SD = x_RD.contiguous(), rows_SD.contiguous()
     out_SD, dot_S = torch.empty_like(rows_SD), weight_S.new_empty(len(token_S))
-    if len(token_S):
-        given = x_RD, token_S, weight_S.contiguous(), rows_SD, out_SD, dot_S
-        launch(_spread_weighed_kernel, (len(token_S),), *given, D=x_RD.shape[1], BLOCK=BLOCK)
+    given = x_RD, token_S, weight_S.contiguous(), rows_SD, out_SD, dot_S
+    launch(_spread_weighed_kernel, (len(token_S),), *given, D=x_RD.shape[1], BLOCK=BLOCK)
     return out_SD, dot_S
 
 
@@ -113,20 +99,19 @@ def _sum_of_slots(
     out_TD = rows_SD.new_empty(T, D, dtype=dtype)
     if not len(rows_SD):
         return out_TD.zero_() if plus_TD is None else out_TD.copy_(plus_TD)
-    if out_TD.numel():
-        kept = slot_TK if kept_KT is None else kept_KT.T.contiguous()
-        weights = slot_TK if weights_KT is None else weights_KT.T.contiguous()
-        plus = out_TD if plus_TD is None else plus_TD.contiguous()
-        launch(
-            _sum_kernel,
-            (T, triton.cdiv(D, BLOCK)),
-            *(rows_SD, slot_TK, kept, weights, plus, out_TD, D),
-            K=K,
-            SOME=kept_KT is not None,
-            WEIGHED=weights_KT is not None,
-            PLUS=plus_TD is not None,
-            BLOCK=BLOCK,
-        )
+    kept = slot_TK if kept_KT is None else kept_KT.T.contiguous()
+    weights = slot_TK if weights_KT is None else weights_KT.T.contiguous()
+    plus = out_TD if plus_TD is None else plus_TD.contiguous()
+    launch(
+        _sum_kernel,
+        (T, triton.cdiv(D, BLOCK)),
+        *(rows_SD, slot_TK, kept, weights, plus, out_TD, D),
+        K=K,
+        SOME=kept_KT is not None,
+        WEIGHED=weights_KT is not None,
+        PLUS=plus_TD is not None,
+        BLOCK=BLOCK,
+    )
     return out_TD
 
 

@@ -31,6 +31,7 @@ from megacpp.kernels.experts.triton_router_kernels import (
     gradient_kernel,
     weights_kernel,
 )
+from megacpp.kernels.strides import launch
 
 TILE = 512  # logits at a time: 4 for each thread of 4 warps
 COPIES = 256  # counted at a time
@@ -219,11 +220,8 @@ def _add_up(parts_PC: Tensor, sums: Tensor) -> None:
     _launch(add_up_kernel, 1, parts_PC, sums, len(parts_PC), C=parts_PC.shape[1], BLOCK=block)
 
 
-def _launch(kernel: Any, programs: int, x: Tensor, *given: Any, **constants: Any) -> None:
-    if not programs:
-        return
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernel[(programs,)](x, *given, **constants, **OPTIONS)
+def _launch(kernel: Any, programs: int, *given: Any, **constants: Any) -> None:
+    launch(kernel, (programs,), *given, **constants, **OPTIONS)
 
 
 def _rows(experts: int) -> int:

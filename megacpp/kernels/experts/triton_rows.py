@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp.kernels.experts.sizes import most_slots
+from megacpp.kernels.strides import launch
 
 PROGRAMS = 512  # at most: each reads what all have counted
 TILE = 2048  # copies times experts at a time: 8 numbers for each thread of 8 warps
@@ -79,10 +80,8 @@ def weights_of_slots(
     return w_S
 
 
-def _launch(kernel: Any, programs: int, x: Tensor, *given: Any, **constants: Any) -> None:
-    if programs:
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            kernel[(programs,)](x, *given, **constants, **OPTIONS)
+def _launch(kernel: Any, programs: int, *given: Any, **constants: Any) -> None:
+    launch(kernel, (programs,), *given, **constants, **OPTIONS)
 
 
 def _shape(num_experts: int) -> dict[str, int]:

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp.kernels.experts.rows import Groups
-from megacpp.kernels.experts.triton import BLOCK, launch
+from megacpp.kernels.experts.triton import BLOCK
+from megacpp.kernels.strides import launch
 
 
 def weighed_units(

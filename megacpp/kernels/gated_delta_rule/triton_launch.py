@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megacpp.kernels.strides import side_by_side
+from megacpp.kernels.strides import launch, side_by_side
 
 COLUMNS = 64  # of values that a program of a chunk takes at a time
 CARRIED = 32  # columns of a state that a program carries from chunk to chunk
@@ -292,8 +292,7 @@ class DeltaRule:
         return self.sizes[4] ** -0.5
 
     def _launch(self, kernel: Any, grid: tuple[int, int, int], *given: Any, **fixed: Any) -> None:
-        with torch.cuda.device_of(self.v):  # Triton launches on the current device
-            kernel[grid](*given, **(self.constants() | fixed))
+        launch(kernel, grid, *given, **(self.constants() | fixed))
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.v.device)

@@ -31,6 +31,7 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     Terms,
     VocabularyShard,
 )
+from megacpp.kernels.strides import launch
 
 BLOCK = 4096  # words at a time: 16 numbers for each thread of 8 warps
 NUM_WARPS = 8
@@ -152,8 +153,7 @@ def _rows(
     constants = _constants(logits_nv, weight_n, terms, ROW_BLOCK, ROW_WARPS)
     constants.update(WANT=want)
     factors_n = target_n if weight_n is None else weight_n.contiguous()
-    with _device(logits_nv):
-        _rows_kernel[(n,)](logits_nv, target_n, factors_n, out_3n, n, first, **constants)
+    launch(_rows_kernel, (n,), logits_nv, target_n, factors_n, out_3n, n, first, **constants)
     return ShardStatistics(*out_3n)
 
 
@@ -175,16 +175,10 @@ def gradient_(
     """
     n, v = logits_nv.shape
     constants = _constants(logits_nv, weight_n, terms, BLOCK, NUM_WARPS)
-    with _device(logits_nv):
-        _gradient_kernel[(n, triton.cdiv(v, constants["BLOCK"]))](
-            logits_nv,
-            target_n,
-            target_n if weight_n is None else weight_n.contiguous(),
-            whole.max_N.contiguous(),
-            whole.sumexp_N.contiguous(),
-            terms.first,
-            **constants,
-        )
+    factors_n = target_n if weight_n is None else weight_n.contiguous()
+    given = logits_nv, target_n, factors_n, whole.max_N.contiguous(), whole.sumexp_N.contiguous()
+    grid = n, triton.cdiv(v, constants["BLOCK"])
+    launch(_gradient_kernel, grid, *given, terms.first, **constants)
 
 
 def _constants(
@@ -205,11 +199,6 @@ def _constants(
         "BLOCK": min(block, triton.next_power_of_2(v)),
         "num_warps": warps,
     }
-
-
-def _device(t: Tensor) -> Any:
-    """Return a context in which the tensor's device is current: Triton launches there."""
-    return torch.cuda.device_of(t)
 
 
 @triton.jit

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from megacpp.kernels.strides import launch
 
 SPAN_BYTES = 2**29  # that the parts of sums of one launch may have
 ROWS = 16  # of a state in a program, which is one warp: tl.dot takes no fewer
@@ -168,20 +169,20 @@ class Launch:
         device = self.v_BTNV.device.type
         if device != "cuda" and not knobs.runtime.interpret:
             raise RuntimeError(f"m2rnn: triton has no kernels for {device}")
-        # Triton launches on the current device, which needn't be the tensors'.
-        with torch.cuda.device_of(self.v_BTNV):
-            kernel[self.blocks, self.num_heads, self.num_rows](
-                *arguments,
-                **constants,
-                **self._shared(),
-                PACKED=self.starts_BT is not None,
-                INITIAL=self.initial_SNKV is not None,
-                K=self.key_dim,
-                V=self.value_dim,
-                BLOCK_K=ROWS,
-                BLOCK_V=padded(self.value_dim),
-                num_warps=1,
-            )
+        launch(
+            kernel,
+            (self.blocks, self.num_heads, self.num_rows),
+            *arguments,
+            **constants,
+            **self._shared(),
+            PACKED=self.starts_BT is not None,
+            INITIAL=self.initial_SNKV is not None,
+            K=self.key_dim,
+            V=self.value_dim,
+            BLOCK_K=ROWS,
+            BLOCK_V=padded(self.value_dim),
+            num_warps=1,
+        )
 
     def _shared(self) -> dict[str, int]:
         """Return how many neighbouring heads share one of each input."""

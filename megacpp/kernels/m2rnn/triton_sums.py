@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megacpp.kernels.strides import launch
 
 BLOCK = 1024  # numbers at a time
 AT_ONCE = 16  # heads at a time
@@ -37,9 +38,7 @@ def sum_parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     widest = max(out.shape[-1] for _, out in pairs)
     fixed |= {"BLOCK": BLOCK, "PADDED": 1 << (widest - 1).bit_length(), "AT_ONCE": AT_ONCE}
     tokens = max(out[..., 0, 0].numel() for _, out in pairs)
-    kernel: Any = _sum_kernel
-    with torch.cuda.device_of(pairs[0][0]):  # Triton launches on the current device
-        kernel[(tokens, len(pairs))](*given, **fixed)
+    launch(_sum_kernel, (tokens, len(pairs)), *given, **fixed)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megacpp.kernels.strides import side_by_side
+from megacpp.kernels.strides import launch, side_by_side
 
 ELEMENTS = 512  # of a state that a program carries from chunk to chunk
 HEADS = 8  # whose gradients of rates are one program's
@@ -315,8 +315,7 @@ class Scan:
 
     def _launch(self, kernel: Any, grid: tuple[int, int, int], *given: Any, **fixed: Any) -> None:
         constants = {"PACKED": self.plan.runs_BT is not None, "C": self.plan.chunk}
-        with torch.cuda.device_of(self.V):  # Triton launches on the current device
-            kernel[grid](*given, **constants, **fixed)
+        launch(kernel, grid, *given, **constants, **fixed)
 
     def _operands(self, rates: TokenRates) -> tuple[Tensor, ...]:
         return *rates.tokens.unbind(), rates.turns_BHTA, rates.entering_BHJA, self.runs
