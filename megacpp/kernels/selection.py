@@ -122,10 +122,7 @@ OPERATIONS: dict[str, Operation] = {
         (
             Backend("mamba_ssm", "SISO: the Triton kernels of mamba-ssm", mamba3_siso),
             Backend(
-                "tilelang",
-                "MIMO: the TileLang kernels of mamba-ssm",
-                mamba3_mimo,
-                cost=mimo_cost,
+                "tilelang", "MIMO: the TileLang kernels of mamba-ssm", mamba3_mimo, cost=mimo_cost
             ),
             Backend("triton", "SISO: a program for each chunk and head", mamba3_triton),
             Backend("torch", "matrix products over chunks", always),

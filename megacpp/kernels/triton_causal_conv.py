@@ -28,11 +28,7 @@ PROGRAMS = 4096  # of the backward, at most: some for each of a GPU's processors
 
 
 def causal_conv(
-    x_BTC: Tensor,
-    weight_C1K: Tensor,
-    docs: Documents | None,
-    activation: str | None,
-    dilation: int,
+    x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None, activation: str | None, dilation: int
 ) -> Tensor:
     """Return `causal_conv` of causal_conv.py, `[B, T, C]`.
 

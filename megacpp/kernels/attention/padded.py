@@ -17,12 +17,7 @@ from torch import Tensor
 
 
 def padded_attention(
-    q_BTNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKV: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
+    q_BTNH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> Tensor:
     """Return attention `[B, T, N, V]` by the fused kernel of CPUs, whose padding isn't saved.
 

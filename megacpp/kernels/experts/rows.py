@@ -158,10 +158,7 @@ def weigh_slots(weights_TK: Tensor, groups: Groups) -> Tensor:
 
 
 def sum_rows(
-    rows_SD: Tensor,
-    groups: Groups,
-    plus_TD: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    rows_SD: Tensor, groups: Groups, plus_TD: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Sum each token's rows in at least fp32, `[T, D]`; saves no row.
 
@@ -203,10 +200,7 @@ def rows_of_slots(x_TD: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
 
 
 def sum_of_slots(
-    rows_SD: Tensor,
-    groups: Groups,
-    plus_TD: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    rows_SD: Tensor, groups: Groups, plus_TD: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the sum of each token's slots, `[T, D]`, in at least fp32; no gradient.
 
@@ -273,11 +267,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows_SD: Tensor,
-        plus_TD: Tensor | None,
-        groups: Groups,
-        dtype: torch.dtype | None,
+        ctx: Any, rows_SD: Tensor, plus_TD: Tensor | None, groups: Groups, dtype: torch.dtype | None
     ) -> Tensor:
         ctx.groups, ctx.dtype = groups, rows_SD.dtype
         ctx.plus = None if plus_TD is None else plus_TD.dtype

@@ -58,12 +58,7 @@ def gated_delta_sequential(
 
 
 def gated_delta_step(
-    q_BHK: Tensor,
-    k_BHK: Tensor,
-    v_BNV: Tensor,
-    g_BN: Tensor,
-    beta_BN: Tensor,
-    S_BNKV: Tensor,
+    q_BHK: Tensor, k_BHK: Tensor, v_BNV: Tensor, g_BN: Tensor, beta_BN: Tensor, S_BNKV: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Output `[B, N, V]` of one token in the dtype of `v_BNV`, and the next state.
 

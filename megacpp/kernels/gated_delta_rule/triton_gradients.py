@@ -11,12 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp.kernels.gated_delta_rule.triton_kernels import (
-    _decays,
-    _one_over_length,
-    _put,
-    _tile,
-)
+from megacpp.kernels.gated_delta_rule.triton_kernels import _decays, _one_over_length, _put, _tile
 from megacpp.kernels.mamba3.triton_kernels import _documents
 
 

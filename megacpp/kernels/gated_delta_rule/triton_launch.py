@@ -68,13 +68,7 @@ class DeltaRule:
     """Launches of a run of the rule, by what they make."""
 
     def __init__(
-        self,
-        plan: DeltaRulePlan,
-        q: Tensor | None,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
+        self, plan: DeltaRulePlan, q: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     ) -> None:
         """Keep the inputs of a run.
 

@@ -254,12 +254,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunk(
-    x_nD: Tensor,
-    w_vD: Tensor,
-    target_n: Tensor,
-    weight_n: Tensor | None,
-    terms: Terms,
-    want: bool,
+    x_nD: Tensor, w_vD: Tensor, target_n: Tensor, weight_n: Tensor | None, terms: Terms, want: bool
 ) -> tuple[ShardStatistics, Tensor | None]:
     """Compute a chunk by torch operators, on logits of at least fp32 (`ChunkFunction`)."""
     valid_n, local_n = target_n != IGNORED, target_n - terms.first

@@ -43,12 +43,7 @@ LOWEST = tl.constexpr(-3.0e38)  # finite: a block of -inf alone mustn't make NaN
 
 
 def chunk(
-    x_nD: Tensor,
-    w_vD: Tensor,
-    target_n: Tensor,
-    weight_n: Tensor | None,
-    terms: Terms,
-    want: bool,
+    x_nD: Tensor, w_vD: Tensor, target_n: Tensor, weight_n: Tensor | None, terms: Terms, want: bool
 ) -> tuple[ShardStatistics, Tensor | None]:
     """Compute a chunk (`ChunkFunction` of chunked.py); the product becomes the gradient in place.
 

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megacpp.kernels.m2rnn.chunks import (
-    Chunked,
-    ChunkPlan,
-    StateClip,
-    heads_and_dtype,
-    no_autocast,
-)
+from megacpp.kernels.m2rnn.chunks import Chunked, ChunkPlan, StateClip, heads_and_dtype, no_autocast
 from megacpp.kernels.restarts import Sequences, sequences_of
 
 if TYPE_CHECKING:

@@ -138,12 +138,7 @@ def query_blocks(tokens: int) -> list[slice]:
 
 @torch.no_grad()
 def choose_keys(
-    q_BTJX: Tensor,
-    k_BSX: Tensor,
-    w_BTJ: Tensor,
-    queries: Documents,
-    keys: Documents,
-    top_k: int,
+    q_BTJX: Tensor, k_BSX: Tensor, w_BTJ: Tensor, queries: Documents, keys: Documents, top_k: int
 ) -> Tensor:
     """Return the `top_k` visible keys of each query with the highest scores, int32 `[B, T, C]`.
 

@@ -147,11 +147,7 @@ def each_head(heads: int) -> list[int]:
 
 
 def _of_head(
-    q_BTH: Tensor,
-    k_BSH: Tensor,
-    target: Target,
-    allowed_BTU: Tensor,
-    index_BTU: Tensor | None,
+    q_BTH: Tensor, k_BSH: Tensor, target: Target, allowed_BTU: Tensor, index_BTU: Tensor | None
 ) -> Tensor:
     """Attention probabilities of one head over the compared keys `[B, T, U]`."""
     logits_BTU = wide(q_BTH) @ wide(k_BSH).mT
