@@ -29,7 +29,10 @@ class PrepareArgs(CorpusSpec):
     out: str = setting("", "Folder of the corpus (empty: data/ and the name of the source).")
     force: bool = setting(False, "Rebuild a corpus that is there.")
     workers: int = setting(
-        0, "Processes that read and encode (0: the cores that it may use).", at_least=0
+        0,
+        "Processes that read and encode (0: the cores that it may use).",
+        at_least=0,
+        at_most=256,
     )
     json: bool = setting(False, "Print the result as one JSON object.")
 
@@ -183,8 +186,9 @@ def _warnings(index: dict[str, Any]) -> list[str]:
     if broken:
         source = shlex.quote(index["arguments"]["source"])
         lines.append(
-            f"{broken:,} documents are not UTF-8 and left out. Fix: convert their files, iconv -f "
-            f"LATIN1 -t UTF-8. For their names: LC_ALL=C.UTF-8 grep -rlaxv '.*' {source}"
+            f"{broken:,} document{'s' * (broken > 1)} not UTF-8 and left out. Fix: convert their "
+            "files, iconv -f LATIN1 -t UTF-8. For their names: "
+            f"LC_ALL=C.UTF-8 grep -rlaxv '.*' {source}"
         )
     if facts["changed"]:
         lines.append(

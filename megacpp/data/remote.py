@@ -76,12 +76,15 @@ def remote_files(url: str, globs: Sequence[str] = ()) -> RemoteFiles:
         found = [system.info(path)] if system.isfile(path) else []
         alone = bool(found)
         found = found or list(system.find(path, detail=True).values())
+        if not found:
+            system.info(path)  # which says what a listing keeps to itself
     except NoStoreError as error:
         raise DataError(f"source={url}: {error}. Fix: {error.fix}.") from None
     except Exception as error:  # each file system has errors of its own
         words = one_line(error)
         raise DataError(
-            f"source={url}: can't be listed ({words}). Fix: check the URL and your rights."
+            f"source={url}: can't be listed ({words}). "
+            "Fix: check the URL, the network and your rights."
         ) from None
     below = len(path.rstrip("/")) + 1
     taken = [
