@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megacpp import torch_extras
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels, set_kernels
 from megacpp.kernels.mamba3.library import PackedLayout
-from megacpp.model import transfer
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from parallel.apply import parallelize_blocks
@@ -76,9 +76,9 @@ def meta_as_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *args: False)
-    # What nobody waits for (`transfer.to_device`) is no copy here.
+    # What nobody waits for (`torch_extras.to_device`) is no copy here.
     there = "to_device", lambda x, device: torch.empty(x.shape, dtype=x.dtype, device=device)
-    monkeypatch.setattr(transfer, *there)
+    monkeypatch.setattr(torch_extras, *there)
     monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(Tensor, "new_tensor", new_tensor)
     yield copies
@@ -191,9 +191,9 @@ def test_waiting_is_noticed(meta_as_gpu: list[str]) -> None:
 
 
 def test_listed_numbers_are_those() -> None:
-    found = transfer.listed((3, 5), torch.device("cpu"), torch.int32)
+    found = torch_extras.listed((3, 5), torch.device("cpu"), torch.int32)
     assert found.dtype == torch.int32 and found.tolist() == [3, 5]
-    assert transfer.listed((3, 5), torch.device("meta")).shape == (2,)
+    assert torch_extras.listed((3, 5), torch.device("meta")).shape == (2,)
 
 
 @pytest.mark.gpu
