@@ -29,6 +29,7 @@ SOURCES = (
     "megacpp/blocks",
     "megacpp/kernels",
     "megacpp/model",
+    "megacpp/torch_extras.py",
     "megacpp/memory/block_trace.py",
     "megacpp/cli/block_trace.py",
     "checkpointing",

@@ -186,13 +186,14 @@ def test_folders_of_old_sources_go(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len([*(tmp_path / "blocks").iterdir()]) == trace_cache.FOLDERS + 1
 
 
-def test_an_edited_source_has_another_hash(tmp_path: Path) -> None:
+@pytest.mark.parametrize("edited", ["megacpp/kernels/file.py", "megacpp/torch_extras.py"])
+def test_an_edited_source_has_another_hash(tmp_path: Path, edited: str) -> None:
     for name in trace_cache.SOURCES:
         path = tmp_path / name if name.endswith(".py") else tmp_path / name / "file.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("1")
     before = trace_cache.sources_hash.__wrapped__(tmp_path)
-    (tmp_path / "megacpp/kernels/file.py").write_text("2")
+    (tmp_path / edited).write_text("2")
     assert trace_cache.sources_hash.__wrapped__(tmp_path) != before
 
 
