@@ -99,9 +99,10 @@ def prepare_command(config: Config, path: Path) -> str:
 
     Sources of a mixture get the tokenizer of the first one, any corpus that of given weights.
     """
-    out = shlex.quote(str(_made_of(path) if _is_raw(path) else path))
+    made = _made_of(path) if _is_raw(path) else path
+    out = shlex.quote(str(made))
     if path.name == TORCH_HEADERS:
-        default = path == Path("data", TORCH_HEADERS)
+        default = made == Path("data", TORCH_HEADERS)
         return "megacpp data prepare" + ("" if default else f" --out {out}")
     first = corpus_folders(config.data)[0]
     words = (

@@ -121,6 +121,20 @@ def test_texts_in_place_of_a_corpus_are_prepared_beside(
         open_corpus(parse_run(["tiny", *words, "--data.seq-len", "64"], 1).config)
 
 
+def test_the_default_corpus_without_its_index_is_made_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path(parse_run(["tiny"], 1).config.data.path)
+    folder.mkdir(parents=True)
+    (folder / "left").touch()
+    with pytest.raises(DataError) as caught:
+        open_corpus(parse_run(["tiny"], 1).config)
+    made = f"{folder}.prepared"
+    command = f"`megacpp data prepare --out {made}` and give --data.path {made}."
+    assert str(caught.value).endswith(f"Fix: run {command}")
+
+
 class Ids:
     """Corpus with a vocabulary only."""
 
