@@ -215,7 +215,12 @@ def damage(path: Path) -> str:
     return next((found[0] for found in gather(_problems(path, *this_rank())) if found), "")
 
 
-def is_sound(path: Path, group: dist.ProcessGroup | None = None, seen: Seen | None = None) -> bool:
+def is_sound(
+    path: Path,
+    group: dist.ProcessGroup | None = None,
+    seen: Seen | None = None,
+    spikes: bool = False,
+) -> bool:
     """Return whether every file has its hash and no streak led here; every rank calls it.
 
     Args:
@@ -223,18 +228,25 @@ def is_sound(path: Path, group: dist.ProcessGroup | None = None, seen: Seen | No
         group: all ranks in a process group of their own; None: the default one.
         seen: files that this rank verified before and that are read again only once they have
             changed; None: all are read.
+        spikes: they may have led here, only bad steps may not.
     """
     try:
-        bad = in_streak(read_extra(path)) or _problems(path, *this_rank(), seen)
+        extra = read_extra(path)
+        streak = extra.get("bad_steps") if spikes else in_streak(extra)
+        bad = streak or _problems(path, *this_rank(), seen)
     except (CheckpointError, OSError):
         bad = True
     return not any(gather(bool(bad), group))
 
 
 def newest_sound(folder: Path, usable: Callable[[int], bool] = lambda step: True) -> Path | None:
-    """Return the newest sound checkpoint whose step is usable, or None; every rank calls it."""
+    """Return the newest sound checkpoint whose step is usable, or None; every rank calls it.
+
+    One that spikes led to is taken where there is no other: they may have passed.
+    """
     found = [path for path in share(candidates(folder), 0) if usable(step_of(path))]
-    return next(filter(is_sound, found), None)
+    either = ((path, spikes) for spikes in (False, True) for path in found)
+    return next((path for path, spikes in either if is_sound(path, spikes=spikes)), None)
 
 
 def verify(path: Path) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def save(
     keep: int = 2,
     keep_every: int = 0,
     seen: Seen | None = None,
-    **extra: int,
+    **extra: Any,
 ) -> Path:
     tensors, extra = {"model.w": torch.full((3, 2), float(step))}, {"step": step, **extra}
     return save_checkpoint(folder, step, tensors, extra, keep, keep_every, seen=seen)
@@ -236,6 +236,20 @@ def test_damaged_and_bad_ones_rotate_no_sound_one_out(
     save(tmp_path, 5, keep=2)
     assert names(tmp_path) == [f"step-{step:06d}" for step in (2, 3, 4, 5)]
     record_property("damaged or bad checkpoints rotated no sound one out", 1)
+
+
+def test_one_behind_spikes_is_gone_back_to_where_there_is_no_other(tmp_path: Path) -> None:
+    """They may have passed since; bad steps may not have."""
+    config = {"train": {"max_spikes": 3}}
+    for step in (1, 2):
+        save(tmp_path, step, others={"health": {"spikes": 1}}, config=config)
+    save(tmp_path, 3, bad_steps=1)
+    assert newest_sound(tmp_path) == tmp_path / "step-000002"
+    flip(tmp_path / "step-000002")
+    assert newest_sound(tmp_path) == tmp_path / "step-000001"
+    save(tmp_path, 4)
+    save(tmp_path, 5, others={"health": {"spikes": 2}}, config=config)
+    assert newest_sound(tmp_path) == tmp_path / "step-000004"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
