@@ -42,15 +42,7 @@ def export(args: ExportArgs) -> int:
     code too by --to hf-code.
     """
     from megacpp.interop.classes import as_exported, class_of, dropped
-    from megacpp.interop.export import (
-        DTYPES,
-        HFTarget,
-        check_target,
-        lines_of,
-        verify_place,
-        write_hf_folder,
-    )
-    from megacpp.interop.places import locate, read_model
+    from megacpp.interop.places import check_target, locate, read_model
 
     check_target(Path(args.out))
     place = locate(_chosen(args), "run")
@@ -64,6 +56,7 @@ def export(args: ExportArgs) -> int:
         print("\n".join(wrapped(f"left out: {text}")))
     from megacpp.data.tokenizer import CorpusTokenizer
     from megacpp.interop.card import vocabulary_note
+    from megacpp.interop.export import DTYPES, HFTarget, lines_of, verify_place, write_hf_folder
 
     tokenizer = CorpusTokenizer.load(_tokenizer(place.folder, place.run))
     verify_place(place)

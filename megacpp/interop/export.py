@@ -31,14 +31,13 @@ from megacpp.interop.code.write import code_files
 from megacpp.interop.hf_class import HFClass
 from megacpp.interop.hf_config import OURS
 from megacpp.interop.links import Link, links, rows_in
-from megacpp.interop.places import WeightsFolder, saved_step
+from megacpp.interop.places import WeightsFolder, check_target, saved_step
 from megacpp.interop.stored import StoredTensors
 from megacpp.interop.tokenizer import end_ids, special_ids_of, write_tokenizer
 from megacpp.state.export import INDEX, weights_files
 from megacpp.state.files import pending_folder, publish_folder, sync, write_text
 from megacpp.state.manifest import DamagedError, file_problems, read_manifest, stray_problems
 from megacpp.terminal.progress import counted
-from megacpp.terminal.screen import check_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -124,17 +123,6 @@ def write_hf_folder(
     finally:
         stored.close()
     return sizes
-
-
-def check_target(folder: Path) -> None:
-    """Check that a folder can be written; call it before any work.
-
-    Raises:
-        ConfigError: the folder is in use, or may not be written.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise config_error("out", folder, "is there already", "give --out another folder")
-    check_folder("out", folder)
 
 
 def _unwritable(folder: Path, error: OSError | SafetensorError) -> ConfigError:

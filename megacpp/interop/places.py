@@ -1,6 +1,6 @@
-"""Folders that weights are taken from, and the settings of their model; no torch import here.
+"""Folders that weights come from or go to, and the settings of their model; no torch import here.
 
-A run, its `final/`, one of its checkpoints, or a folder of Hugging Face's format.
+They come from a run, its `final/`, one of its checkpoints, or a folder of Hugging Face's format.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megacpp.state.local_copy import Part, local_copy
 from megacpp.state.manifest import NAME as MANIFEST
 from megacpp.state.manifest import DamagedError, read_json, read_manifest
 from megacpp.state.published import EXTRA, latest_checkpoint, overtaken, read_extra
+from megacpp.terminal.screen import check_folder
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,17 @@ class WeightsFolder:
     kind: Literal["final", "checkpoint", "hf"]
     folder: Path
     run: Path | None = None
+
+
+def check_target(folder: Path) -> None:
+    """Check that a folder can be written; call it before any work.
+
+    Raises:
+        ConfigError: the folder is in use, or may not be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise config_error("out", folder, "is there already", "give --out another folder")
+    check_folder("out", folder)
 
 
 def locate(source: str, key: str, part: Part = "weights") -> WeightsFolder:

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,14 @@ def test_a_folder_that_cant_be_written_is_refused_before_any_work(
         said = capsys.readouterr()
         assert said.err.startswith(f"error: out={out}: {rule}. Fix: "), said.err
         assert said.out == "" or str(out).startswith("/proc")  # where root may write, by its rights
+
+
+def test_a_wrong_word_is_answered_without_torch() -> None:
+    code = (
+        "import sys; from megacpp.cli.main import main;"
+        "assert main(['export', 'no/run', '--out', 'out']) == 2 and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
 @pytest.mark.parametrize("name", CASES)
