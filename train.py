@@ -15,7 +15,6 @@ put_first()  # `parallel`, `optim` and `checkpointing` below are this checkout's
 # Before torch is imported and long before a process group starts: --help and mistakes end here.
 RESOLVED = parse_or_exit("train.py") if __name__ == "__main__" else None
 
-from collections import ChainMap
 from functools import partial
 
 from checkpointing.apply import ActivationCheckpointing
@@ -25,9 +24,8 @@ from megacpp.launch.start import announce, prepare
 from megacpp.run.failure import guarded
 from megacpp.run.rank_store import RankStore
 from megacpp.run.records import Records, due
-from megacpp.state.agreement import gather
 from megacpp.state.training import TrainingState
-from optim.build import build_optimizer, describe, learning_rates
+from optim.build import build_optimizer, describe, learning_rates, peak_rates
 from optim.clip import clip_gradients
 from optim.qk_clip import QKClip
 from optim.schedule import build_scheduler, lr_multiplier
@@ -51,7 +49,6 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         device = pick_device(resolved.config.train.device)
         launch = prepare(resolved, peers, device)
     config, corpus = launch.config, launch.corpus
-    until = config.run.until or config.run.steps
     records = Records(launch, peers)
     clock = records.clock
 
@@ -75,7 +72,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         state.resume(launch.start_point())
         if state.resumed is None:
             state.changed += load_first_weights(model, config, world)
-    peaks = ChainMap(*gather(learning_rates(optimizer)))  # of all pipeline stages
+    peaks = peak_rates(optimizer)
     scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)
     seen = describe(model, config), ac.compiled, ac.words(), state.step, state.changed
     mfu = announce(launch, world.degrees, world.is_main, *seen)
@@ -83,11 +80,10 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     records.open(state, share, boundary.evaluate, boundary.where, mfu, watch, of_all, of_sum)
 
     # ---- the loop --------------------------------------------------------------------------------
-    while (step := state.step) < until:
+    while (step := state.step) < (config.run.until or config.run.steps):
         records.begin(step)
         factor = lr_multiplier(state.updates, config.run.steps, config.optim)
-        rates = learning_rates(optimizer, peaks, factor)
-        lr, grad_accum = config.optim.lr * factor, launch.batches.accum(step)
+        rates, grad_accum = learning_rates(optimizer, peaks, factor), launch.batches.accum(step)
         corpus.begin_step(step, loader.position)
         sums = boundary.accumulate(clock.reading(loader.take(grad_accum)), step)
         copies, scale = boundary.copies, boundary.loss_scale.value
@@ -103,7 +99,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         logits = qk_clip.after_step(status.healthy) if qk_clip else {}
         boundary.finish_step(status)
         state.advance(status.healthy, good=status.good)
-        records.end(step, status, grad_accum=grad_accum, lr=lr, rates=rates, figures=logits)
+        records.end(step, status, grad_accum=grad_accum, factor=factor, rates=rates, figures=logits)
         if records.must_go_back(step):
             records.go_back()
             scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)

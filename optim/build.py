@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megacpp.config.checks.optimizer import adamw_layers
 from megacpp.config.schema import Config, OptimConfig
 from megacpp.model.hybrid import HybridLM
+from megacpp.state.agreement import gather
 from optim.groups import Assignment, assign, table_lines
 from optim.muon_adamw import MuonAdamW
 
@@ -62,6 +63,11 @@ def groups(assignments: Sequence[Assignment], config: OptimConfig) -> list[dict[
     return list(found.values())
 
 
+def peak_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the rates of all pipeline stages' groups; every rank calls it, before a schedule."""
+    return {name: rate for own in gather(learning_rates(optimizer)) for name, rate in own.items()}
+
+
 def learning_rates(
     optimizer: torch.optim.Optimizer, peaks: Mapping[str, float] | None = None, factor: float = 1.0
 ) -> dict[str, float]:
@@ -69,8 +75,7 @@ def learning_rates(
 
     Args:
         optimizer: of this rank.
-        peaks: of the groups of all pipeline stages; groups of other stages have these times
-            `factor`.
+        peaks: `peak_rates`; groups of other stages have these times `factor`.
         factor: `lr_multiplier` of the update.
     """
     rates = {name: peak * factor for name, peak in (peaks or {}).items()}

@@ -127,7 +127,7 @@ class Records:
         status: StepStatus,
         *,
         grad_accum: int,
-        lr: float,
+        factor: float,
         rates: Mapping[str, float],
         figures: Mapping[str, float],
     ) -> None:
@@ -137,7 +137,7 @@ class Records:
             step: index of the step.
             status: statistics of the step that all ranks agree on.
             grad_accum: microbatches of the step.
-            lr: learning rate of AdamW in this step.
+            factor: of peak learning rates in this step.
             rates: learning rate by parameter group.
             figures: further figures by name, for metrics.jsonl and the sinks.
         """
@@ -163,7 +163,7 @@ class Records:
             if status.valid_tokens
             else math.nan,
             grad_norm=status.grad_norm,
-            lr=lr,
+            lr=self.launch.config.optim.lr * factor,
             tokens=status.tokens,
             valid_tokens=status.valid_tokens,
             tokens_per_s=status.tokens / step_s,
