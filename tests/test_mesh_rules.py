@@ -146,7 +146,7 @@ CASES = [
         8,
         {"dp_shard": 2, "tp": 4, "cp": 2},
         {},
-        "makes 16 ranks with tp=4 * cp=2, not 8. Fix: use --mesh.tp 1 --mesh.dp-shard -1.",
+        "makes 16 ranks with tp=4 * cp=2, not 8. Fix: use --mesh.tp 2 --mesh.dp-shard -1.",
     ),
     ("tiny", 2, {"pp": 2}, {}, "train.grad_accum=1: microbatches a step: 1f1b needs mesh.pp (2)"),
     ("tiny", 16, {"pp": 16}, {"train.grad_accum": 16}, "mesh.pp=16: 1f1b makes 16 stages of it"),

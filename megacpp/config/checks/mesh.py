@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 
 from megacpp.blocks.engram.sizes import ROWS_MULTIPLE
 from megacpp.blocks.experts.checks import straddling_groups
@@ -91,14 +91,19 @@ def _nearest_legal(config: Config, world_size: int, axes: tuple[str, ...]) -> st
 
 
 def _fewer_axes(config: Config, world_size: int) -> str:
-    """Return the fewest degrees that make a legal mesh as 1, `dp_shard` filling the world."""
-    mesh = config.mesh
-    large = [axis for axis in AXES if getattr(mesh, axis) > 1]
-    for axes in chain.from_iterable(combinations(large, n) for n in range(len(large) + 1)):
-        fewer = dict.fromkeys(axes, 1) | ({} if mesh.dp_shard == -1 else {"dp_shard": -1})
-        other = replace(config, mesh=replace(mesh, **fewer))
-        if first_broken(other, world_size) is None:
-            return "use " + " ".join(f"mesh.{axis}={degree}" for axis, degree in fewer.items())
+    """Return the fewest smaller degrees that make a legal mesh, `dp_shard` filling the world."""
+    mesh, rest = config.mesh, {} if config.mesh.dp_shard == -1 else {"dp_shard": -1}
+    smaller = {
+        axis: [d for d in range(degree - 1, 0, -1) if degree % d == 0]
+        for axis in AXES
+        if (degree := getattr(mesh, axis)) > 1
+    }
+    for axes in chain.from_iterable(combinations(smaller, n) for n in range(len(smaller) + 1)):
+        for degrees in product(*(smaller[axis] for axis in axes)):
+            fewer = dict(zip(axes, degrees, strict=True)) | rest
+            other = replace(config, mesh=replace(mesh, **fewer))
+            if first_broken(other, world_size) is None:
+                return "use " + " ".join(f"mesh.{axis}={degree}" for axis, degree in fewer.items())
     raise AssertionError("data parallelism alone is legal")
 
 
