@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,7 +194,7 @@ class NonFiniteGuard:
         self.names = [name for name, _ in (*units, *self.loose)]
         self.counts = torch.zeros(len(self.names), dtype=torch.int64, device=world.device)
         for number, (_, unit) in enumerate(units):
-            look_before_reduction(unit, partial(self.clean, number))
+            look_before_reduction(unit, lambda values, n=number: self.clean(n, values))
 
     @property
     def total(self) -> Tensor:

@@ -65,7 +65,7 @@ def measure(config: Config, size: int, rank: int, full: bool = False) -> Activat
         rank, stages = rank % size, stage_parts(config.model, mesh, stage)
         standing = [place for part in stages for place in _of_stage(standing, part)]
     few = replace(config, model=traced, mesh=replace(mesh, pp=1))
-    with fake_world(few, size, rank) as world:
+    with fake_world(few, size, rank, meshes=mesh.pp > 1) as world:
         few = replace(few, mesh=replace(few.mesh, reshard=_reshard(few, config, world, standing)))
         ac = ActivationCheckpointing(few)
         if full:  # groups depend on stages, which this model lacks

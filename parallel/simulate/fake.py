@@ -42,12 +42,18 @@ _SHAPES = ResultShapes()  # for all traces of a process
 
 
 @contextmanager
-def fake_world(config: Config, size: int, rank: int = 0) -> Iterator[World]:
-    """Yield the world of rank `rank` of `size` without other processes; one rank has no meshes.
+def fake_world(config: Config, size: int, rank: int = 0, meshes: bool = False) -> Iterator[World]:
+    """Yield the world of rank `rank` of `size` without other processes.
 
-    No process group may exist. `config.mesh` must be resolved.
+    No process group may exist.
+
+    Args:
+        config: its `mesh` must be resolved.
+        size: number of ranks.
+        rank: of this process.
+        meshes: make them for one rank as well, as a pipeline's stage of one rank has them.
     """
-    if size == 1:
+    if size == 1 and not meshes:
         yield World(0, 1, CPU)
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend

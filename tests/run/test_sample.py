@@ -20,7 +20,9 @@ from megacpp.data.specials import BOS, EOS
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError
 from megacpp.launch.record import write_config
+from megacpp.model import decoding
 from megacpp.model.hybrid import HybridLM
+from megacpp.run import sample
 from megacpp.run.sample import Sampling, choose, generate
 from megacpp.run.text_stream import TextStream
 from megacpp.state.checkpoint import save_checkpoint
@@ -80,18 +82,18 @@ def test_a_prompt_is_read_once_and_each_new_token_is_fed_once(
 ) -> None:
     model = build(SMALL)
     fed: list[Any] = []
-    step, prefill = model.step, model.prefill
+    step, prefill = decoding.decode, decoding.prefill
 
-    def counted(ids_B: Tensor, state: list) -> tuple[Tensor, list]:
+    def counted(model: HybridLM, ids_B: Tensor, state: list) -> tuple[Tensor, list]:
         fed.extend(ids_B.tolist())
-        return step(ids_B, state)
+        return step(model, ids_B, state)
 
-    def read(ids_BT: Tensor) -> tuple[Tensor, list]:
+    def read(model: HybridLM, ids_BT: Tensor) -> tuple[Tensor, list]:
         fed.extend(ids_BT.tolist())
-        return prefill(ids_BT)
+        return prefill(model, ids_BT)
 
-    monkeypatch.setattr(model, "step", counted)
-    monkeypatch.setattr(model, "prefill", read)
+    monkeypatch.setattr(sample, "decode", counted)
+    monkeypatch.setattr(decoding, "prefill", read)
     ids = greedy(model, [7, 8, 9], 4)
     assert fed == [[7, 8, 9], *ids[:3]]
 
