@@ -113,7 +113,7 @@ def test_a_given_tokenizer_is_that_of_the_twin(
 def test_an_empty_context_begins_with_the_end_of_text(
     kind: str, home: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    """Of a tokenizer that puts nothing in front; one such document ended the whole evaluation."""
+    """A tokenizer that puts nothing in front leaves a context empty, and the evaluation goes on."""
     corpus = corpus_of(written("qwen", tmp_path / "came"), tmp_path)
     (tmp_path / "run").mkdir()
     exported(corpus.path, tmp_path / "run", "hf-code")

@@ -103,7 +103,7 @@ def test_the_allocator_gives_what_was_traced(number: int, measured: dict[int, li
 
 @pytest.mark.parametrize("optimizer", ["muon_adamw", "adamw"])
 def test_moments_in_host_memory_are_not_counted(optimizer: str) -> None:
-    """Of a GPU's step, whose moments a trace can't put elsewhere: the rest has the same bytes."""
+    """A trace of a GPU's step leaves out moments on the host, and has the other bytes unchanged."""
     config = config_of(1, "AF", f"--train.device cuda --optim.name {optimizer}")
     config = as_run(config, "cuda", narrow=True)
     moved = replace(config, optim=replace(config.optim, adamw_state="cpu_offload"))
@@ -116,7 +116,7 @@ def test_moments_in_host_memory_are_not_counted(optimizer: str) -> None:
 
 
 def test_a_pipeline_has_buffers_for_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a step in which all of them run; scalars of each differ."""
+    """A trace of few microbatches has the bytes of all, apart from the scalars of each."""
     config = config_of(2, "AFAF", "--mesh.pp 2 --train.grad_accum 12 --model.dim 256")
     few = trace_step(config, 2, 1).peak()[1]
     monkeypatch.setattr(trace, "microbatches", lambda config: config.train.grad_accum)
