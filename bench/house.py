@@ -20,6 +20,7 @@ import torch
 
 from bench import parser_of
 from checkpointing.apply import ActivationCheckpointing
+from megacpp.blocks.features import FEATURES
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.arguments import parse_run
 from megacpp.run.preemption import StopRequest
@@ -118,8 +119,17 @@ def tracked(*patterns: str) -> list[str]:
 
 def files_of_kind(letter: str) -> list[str]:
     """Return files outside a kind's own folders that name its settings or its folder."""
-    own = KINDS[letter].build.__module__.split(".")[2]
-    section = KINDS[letter].allocations.model
+    return _files_that_name(KINDS[letter].build.__module__, KINDS[letter].allocations.model)
+
+
+def files_of_feature(name: str) -> list[str]:
+    """Return files outside a feature's own folders that name its settings or its folder."""
+    return _files_that_name(FEATURES[name].lines.__module__, name)
+
+
+def _files_that_name(module: str, section: str) -> list[str]:
+    """Return files outside the folders of a module's room and of a section's kernels."""
+    own = module.split(".")[2]
     words = re.compile(rf"\bblocks[./]{own}\b|\bmodel\.{section}\b")
     folders = f"megacpp/blocks/{own}/", f"megacpp/kernels/{section}/", f"megacpp/kernels/{own}/"
     return [
@@ -144,6 +154,8 @@ def main() -> None:
             print(f"{f'{name} step: {what}':24}{here:10,}{f'{aim:,}' if aim else '-':>10}")
     for letter in KINDS:
         print(f"{f'files that name {letter}':24}{len(files_of_kind(letter)):10,}{FEW_FILES:10,}")
+    for name in FEATURES:
+        print(f"{f'files that name {name}':24}{len(files_of_feature(name)):10,}{FEW_FILES:10,}")
     lines = sum(len((ROOT / file).read_text().splitlines()) for file in tracked("*.py"))
     print(f"{'lines, tests apart':24}{lines:10,}{ALL_LINES:10,}")
 

@@ -12,7 +12,7 @@ separately are one matrix each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -20,7 +20,8 @@ from typing import Literal
 
 from torch import nn
 
-from megacpp.blocks.descriptor import BlockKind, Parameter
+from megacpp.blocks.descriptor import Parameter, Rate
+from megacpp.blocks.features import FEATURES
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.optimizer import layer_of
 from megacpp.config.schema import ModelConfig, OptimConfig
@@ -31,7 +32,6 @@ from optim.compressed import LowRankUpdate, has_latent
 from optim.ownership import MatrixView
 
 Algorithm = Literal["muon", "adamw", "fold"]
-Rate = Literal["lr", "embed_lr", "head_lr", "vector_lr"]
 View = Callable[[ModelConfig], MatrixView]
 
 
@@ -65,12 +65,6 @@ class OptimizerRow:
         return inside and any(fnmatchcase(name, pattern) for pattern in self.names)
 
 
-def stream_rows(model: ModelConfig) -> MatrixView:
-    """Divide Engram's key projection into one matrix per residual stream."""
-    streams = model.mhc.streams
-    return MatrixView((model.dim,) * streams) if streams > 1 else MatrixView()
-
-
 def each_expert(model: ModelConfig) -> MatrixView:
     """Make each expert a matrix."""
     return MatrixView(batched=True)
@@ -86,34 +80,34 @@ def stacked(rows: Callable[[ModelConfig], tuple[int, ...]]) -> View:
     return lambda model: MatrixView(rows(model))
 
 
-def mixer_rows(kind: BlockKind) -> Iterator[OptimizerRow]:
-    """Yield the rows of a block kind; parameters that are moved alike share one."""
+def rows_of(
+    parameters: Sequence[Parameter], letter: str = "", below: str = ""
+) -> Iterator[OptimizerRow]:
+    """Yield rows of a block kind or a feature; parameters that are moved alike share one.
+
+    Args:
+        parameters: of its descriptor.
+        letter: of the kind; empty: a feature, outside of mixers.
+        below: beginning of a feature's names.
+    """
 
     def alike(row: Parameter) -> tuple[object, ...]:
-        return row.group, row.decay, row.rows, len(row.letters) == 3
+        return row.group, row.decay, row.rows, row.rate, row.factor, len(row.letters) == 3
 
-    for key in dict.fromkeys(map(alike, kind.parameters)):
-        rows = [row for row in kind.parameters if alike(row) == key]
-        names = tuple(dict.fromkeys(name for row in rows for name in row.names))
+    for key in dict.fromkeys(map(alike, parameters)):
+        rows = [row for row in parameters if alike(row) == key]
+        names = tuple(dict.fromkeys(below + name for row in rows for name in row.names))
         first = rows[0]
         if first.group == "vector":
-            yield vectors(kind.letter, *names)
+            yield vectors(letter, *names)
             continue
         view = whole
         if first.group == "muon":
             view = each_expert if len(first.letters) == 3 else whole
             view = stacked(first.rows) if first.rows else view
-        yield OptimizerRow(kind.letter, names, first.group, first.decay, view)
-
-
-def ngram_factor(model: ModelConfig) -> float:
-    """Return the learning rate factor of n-gram tables."""
-    return model.ngram.lr_factor
-
-
-def memory_factor(model: ModelConfig) -> float:
-    """Return the learning rate factor of Engram tables."""
-    return model.engram.lr_factor
+        yield OptimizerRow(
+            letter, names, first.group, first.decay, view, first.rate, factor=first.factor
+        )
 
 
 def vectors(letters: str, *names: str) -> OptimizerRow:
@@ -123,28 +117,10 @@ def vectors(letters: str, *names: str) -> OptimizerRow:
 
 TABLE = (
     OptimizerRow("", ("embed.weight",), "adamw", True, rate="embed_lr"),
-    OptimizerRow("", ("head.weight", "top.unembed.weight"), "adamw", True, rate="head_lr"),
-    # Most rows of a table are rarely read: large steps, and no decay between two of them.
-    OptimizerRow(
-        "", ("ngram.tables.weight",), "adamw", False, rate="embed_lr", factor=ngram_factor
-    ),
-    OptimizerRow(
-        "",
-        ("blocks.*.engram.tables.weight",),
-        "adamw",
-        False,
-        rate="embed_lr",
-        factor=memory_factor,
-    ),
-    OptimizerRow("", ("ngram.proj.weight", "mtp.blocks.*.projection.weight"), "muon", True),
-    OptimizerRow("", ("blocks.*.engram.wk.weight",), "muon", True, stream_rows),
-    OptimizerRow("", ("blocks.*.engram.wv.weight",), "muon", True),
-    OptimizerRow("", ("blocks.*.engram.conv.weight",), "adamw", False),
-    vectors("", "blocks.*.engram.w[kv].bias", "blocks.*.engram.*_norm.weight"),
-    vectors("", "norm.weight", "blocks.*.norm.weight", "mtp.blocks.*norm.weight"),
-    OptimizerRow("", ("blocks.*.connection.phi",), "adamw", True),  # to a few numbers of a token
-    vectors("", "blocks.*.connection.scale", "blocks.*.connection.bias"),
-    *(row for kind in KINDS.values() for row in mixer_rows(kind)),
+    OptimizerRow("", ("head.weight",), "adamw", True, rate="head_lr"),
+    vectors("", "norm.weight", "blocks.*.norm.weight"),
+    *(row for one in FEATURES.values() for row in rows_of(one.parameters, below=one.below)),
+    *(row for kind in KINDS.values() for row in rows_of(kind.parameters, kind.letter)),
     *(OptimizerRow(letter, ("*.latent",), "adamw", True) for letter in KINDS),
 )
 

@@ -6,9 +6,8 @@ but each rank has only a part of its gradient (other tokens, or other heads); th
 boundary adds these up once per step. FSDP2 then shards dim 0 of every local part over the data axes
 (parallel/fsdp.py), so `fsdp` is not written here.
 
-Letters: V vocabulary, D model, O one, Z random projection, Y rows of n-gram tables, U numbers of
-one or two D, C channels of all residual streams (or one), M memory, B rows, T tokens; those of a
-block kind are in its descriptor (megacpp/blocks).
+Letters: V vocabulary, D model, O one, Z random projection, B rows, T tokens; those of a block kind
+or a feature are in its descriptor (megacpp/blocks).
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from megacpp.blocks.descriptor import BlockKind
+from megacpp.blocks.descriptor import BlockKind, ModelFeature
+from megacpp.blocks.features import FEATURES
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import ModelConfig
 from megacpp.model.hybrid import HybridLM
@@ -55,23 +55,18 @@ def mixer_rows(letter: str, kind: BlockKind) -> Iterator[Row]:
             yield Row(letter, names, f"[{row.dims[1:].partition(',')[0]}, Z]", row.when)
 
 
+def feature_rows(feature: ModelFeature) -> Iterator[Row]:
+    """Rows of a feature, which stands outside of all mixers."""
+    for row in feature.parameters:
+        names = tuple(feature.below + name for name in row.names)
+        yield Row("", names, row.dims, feature.present)
+
+
 PARAMETERS = (
     # embedding, head and the norms of the residual stream
-    Row("", ("embed.weight", "head.weight", "top.unembed.weight"), "[V_tp, D]"),
-    Row("", ("ngram.tables.weight",), "[Y_tp, U]"),
-    Row("", ("ngram.proj.weight",), "[D, U]"),
+    Row("", ("embed.weight", "head.weight"), "[V_tp, D]"),
     Row("", ("norm.weight", "blocks.*.norm.weight"), "[D]"),
-    # multi-token prediction: U is a hidden state beside an embedding, 2 D
-    Row("", ("mtp.blocks.*norm.weight",), "[D]"),
-    Row("", ("mtp.blocks.*.projection.weight",), "[D, U]"),
-    # hyper-connections: whole, each rank for its own tokens of the residual streams
-    Row("", ("blocks.*.connection.phi",), "[K, C]"),
-    Row("", ("blocks.*.connection.scale", "blocks.*.connection.bias"), "[K]"),
-    # n-gram memory: tables are cut by row, its convolution by channel; the rest works on own tokens
-    Row("", ("blocks.*.engram.tables.weight",), "[V_tp, N]"),
-    Row("", ("blocks.*.engram.wk.weight", "blocks.*.engram.wv.weight"), "[C, M]"),
-    Row("", ("blocks.*.engram.w[kv].bias", "blocks.*.engram.*_norm.weight"), "[C]"),
-    Row("", ("blocks.*.engram.conv.weight",), "[C_tp, O, J]"),
+    *(row for feature in FEATURES.values() for row in feature_rows(feature)),
     *(row for letter, kind in KINDS.items() for row in mixer_rows(letter, kind)),
 )
 
@@ -100,22 +95,16 @@ class ActivationRow:
 ACTIVATIONS = (
     # The residual stream is cut by token (sequence parallelism); mixers see all tokens.
     ActivationRow("", "embed", None, "x[B, T, D]{tp} -> x[B, T_tp, D]"),
-    # looked-up rows are narrower than the model, and projected after the exchange
-    ActivationRow("", "ngram.tables", None, "u[B, T, K, U]{tp} -> u[B, T_tp, K, U]"),
-    # A memory is looked up by all ranks, each in its rows; its convolution needs all tokens.
-    ActivationRow("", "blocks.*.engram.tables", None, "e[B, T, H, N]{tp} -> e[B, T_tp, H, N]"),
-    ActivationRow(
-        "",
-        "blocks.*.engram.conv",
-        "v[B, T_tp, C] -> v[B, T, C_tp]",
-        "v[B, T, C_tp] -> v[B, T_tp, C]",
+    *(
+        ActivationRow("", f"{feature.below}{move.module}".rstrip("."), move.enter, move.leave)
+        for feature in FEATURES.values()
+        for move in feature.layouts
     ),
     *(
         ActivationRow(letter, layout.module, layout.enter, layout.leave)
         for letter, kind in KINDS.items()
         for layout in kind.layouts
     ),
-    ActivationRow("", "top", "x[B, T_tp, D] -> x[B, T, D]", None),
     ActivationRow("", "head", "x[B, T_tp, D] -> x[B, T, D]", None),
 )
 

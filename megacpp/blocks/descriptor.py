@@ -1,10 +1,11 @@
-"""Descriptor of a block kind: what other packages read of it, as data; no torch import here.
+"""Descriptors of block kinds and features: what other packages read of them; no torch import here.
 
-A kind is one folder below megacpp/blocks: its settings, its module, and a `BlockKind`. parallel/,
-optim/, checkpointing/ and megacpp/memory read the descriptor and keep no list of kinds;
-megacpp/blocks/kinds.py is the only one. A field without a default must be given, so a descriptor
-that misses one is an error that names it; tests/model/test_kinds.py holds dims, names and layout
-against the module.
+A kind is one folder below megacpp/blocks: its settings, its module, and a `BlockKind`. A feature
+(n-grams, hyper-connections, further tokens) stands beside the mixers and has a `ModelFeature`.
+parallel/, optim/, checkpointing/ and megacpp/memory read descriptors and keep no list of their own;
+megacpp/blocks/kinds.py and megacpp/blocks/features.py are the only ones. A field without a default
+must be given, so a descriptor that misses one is an error that names it; tests/model/test_kinds.py
+holds dims, names and layout against the modules.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from megacpp.model.regions import Region
 
 Group = Literal["muon", "adamw", "vector"]
+Rate = Literal["lr", "embed_lr", "head_lr", "vector_lr"]
 
 
 def always(model: ModelConfig) -> bool:
@@ -32,10 +34,10 @@ def always(model: ModelConfig) -> bool:
 
 @dataclass(frozen=True)
 class Parameter:
-    """Parameters of a mixer with the same dims and layout, moved alike by the optimizer.
+    """Parameters with the same dims and layout, moved alike by the optimizer.
 
     Attributes:
-        names: full names below the mixer.
+        names: full names below the mixer, or below the feature (`ModelFeature.below`).
         dims: a letter for each dim, in brackets; `_axis` behind it shards that dim: "[Q_tp, D]".
         group: `muon`: matrices between hidden states; `adamw`: projections to few numbers,
             filters; `vector`: norms, biases, numbers per head (AdamW at `optim.vector_lr`).
@@ -46,6 +48,8 @@ class Parameter:
         compress: `recompute.compress` keeps a projection of the layer's input.
         within: text that a layer's kind contains if it has them (".index"); empty: every layer.
         when: a model has them.
+        rate: field of `OptimConfig` that is their learning rate under AdamW.
+        factor: of that rate.
     """
 
     names: tuple[str, ...]
@@ -58,6 +62,8 @@ class Parameter:
     compress: bool = False
     within: str = ""
     when: Callable[[ModelConfig], bool] = always
+    rate: Rate = "lr"
+    factor: Callable[[ModelConfig], float] = lambda model: 1.0
 
     @property
     def letters(self) -> tuple[tuple[str, str], ...]:
@@ -72,16 +78,17 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ActivationLayout:
-    """Redistribution of activations where they enter and leave a module of the mixer.
+    """Redistribution of activations where they enter and leave a module.
 
     Attributes:
-        module: name below the mixer; empty: the mixer.
-        enter, leave: layouts before and after, in the notation of parallel/notation.py.
+        module: name below the mixer or the feature; empty: the mixer, or the feature's own module.
+        enter, leave: layouts before and after, in the notation of parallel/notation.py; None: the
+            activation stays as it is.
     """
 
     module: str
-    enter: str
-    leave: str
+    enter: str | None
+    leave: str | None
 
 
 # A mixer of heads sees all tokens; its output is a partial sum over `tp` (sequence parallelism).
@@ -181,6 +188,7 @@ class BlockKind:
         upstream: fused tensor of the authors' checkpoints -> our parameters, from top to bottom.
         interleaved: fused tensors that repeat this order for each group of heads, and the groups.
         before: kind of layer -> the layers that one needs in front of it.
+        lines: what the header of a run says of its options.
         hf: tensors of Hugging Face's folders; a class may have others (megacpp/interop/classes.py).
     """
 
@@ -205,6 +213,7 @@ class BlockKind:
     upstream: tuple[tuple[str, tuple[str, ...]], ...] = ()
     interleaved: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     before: Callable[[str], tuple[str, ...]] = lambda kind: ()
+    lines: Callable[[Config], Iterator[str]] = lambda config: iter(())
     hf: tuple[HFTensor, ...] = ()
 
     def shapes(
@@ -218,16 +227,7 @@ class BlockKind:
         Raises:
             ValueError: `dims` lacks a letter of a row.
         """
-        sizes = {"D": model.dim, "O": 1, **self.dims(model)}
-        for row in self.parameters:
-            if row.within not in kind or not row.when(model):
-                continue
-            missing = [letter for letter, _ in row.letters if letter not in sizes]
-            if missing:
-                raise ValueError(f"block kind {self.letter}: dims lack {missing[0]} of {row.dims}")
-            shape = tuple(sizes[letter] for letter, _ in row.letters)
-            for name in row.names:
-                yield name, shape, row
+        return shapes_of(self.parameters, self.dims, model, kind)
 
     def rows(self, model: ModelConfig) -> dict[str, int]:
         """Size of dim 0 of every parameter of a plain layer, by name."""
@@ -236,3 +236,86 @@ class BlockKind:
     def numel(self, model: ModelConfig, kind: str = "") -> int:
         """Parameters of a layer's mixer, counted."""
         return sum(math.prod(shape) for _, shape, _ in self.shapes(model, kind))
+
+
+@dataclass(frozen=True)
+class ModelFeature:
+    """Part of a model beside the mixers of its blocks, as data.
+
+    Attributes:
+        name: section of `ModelConfig` with its settings.
+        title: in messages.
+        present: a model has it.
+        below: beginning of its parameters' names in a model; `*` stands for any layer.
+        parameters: every parameter, in the order of the module.
+        dims: sizes of the letters in `parameters`, before anything is sharded.
+        layouts: activations that are redistributed over `tp`.
+        checks: broken rules of its settings.
+        tensor_dims: sizes that `tp` must divide, by the setting that makes them.
+        taps: tokens that its convolution sees, the own one with them (0: it has none).
+        lines: what the header of a run says of it.
+        mixers: letters of mixers that it has with the settings of those in layers.
+        exported: setting, reason and fix, where no class of Hugging Face has it; empty: it trains
+            only, and an exported folder leaves it out.
+    """
+
+    name: str
+    title: str
+    present: Callable[[ModelConfig], bool]
+    below: str
+    parameters: tuple[Parameter, ...]
+    dims: Callable[[ModelConfig], Mapping[str, int]]
+    lines: Callable[[Config], Iterator[str]]
+    exported: tuple[str, str, str] | tuple[()]
+    layouts: tuple[ActivationLayout, ...] = ()
+    checks: Callable[[Config], Iterator[ConfigError]] = lambda config: iter(())
+    tensor_dims: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
+    taps: Callable[[ModelConfig], int] = lambda model: 0
+    mixers: str = ""
+
+    def shapes(
+        self, model: ModelConfig, kind: str = ""
+    ) -> Iterator[tuple[str, tuple[int, ...], Parameter]]:
+        """Name below the feature, whole shape and row of each parameter; nothing if it is absent.
+
+        Args:
+            model: settings.
+            kind: of the layer (`layer_kinds`); empty: the feature stands outside of layers.
+
+        Raises:
+            ValueError: `dims` lacks a letter of a row.
+        """
+        if self.present(model):
+            yield from shapes_of(self.parameters, self.dims, model, kind)
+
+    def numel(self, model: ModelConfig, kind: str = "") -> int:
+        """Parameters of the feature, of one layer where it stands in layers."""
+        return sum(math.prod(shape) for _, shape, _ in self.shapes(model, kind))
+
+
+def shapes_of(
+    parameters: tuple[Parameter, ...],
+    dims: Callable[[ModelConfig], Mapping[str, int]],
+    model: ModelConfig,
+    kind: str,
+) -> Iterator[tuple[str, tuple[int, ...], Parameter]]:
+    """Name, whole shape and row of every parameter that a layer has.
+
+    Args:
+        parameters: rows.
+        dims: sizes of their letters, beside the model's `D` and the one of `O`.
+        model: settings.
+        kind: of the layer.
+
+    Raises:
+        ValueError: `dims` lacks a letter of a row.
+    """
+    rows = [row for row in parameters if row.within in kind and row.when(model)]
+    sizes = {"D": model.dim, "O": 1, **(dims(model) if rows else {})}
+    for row in rows:
+        missing = [letter for letter, _ in row.letters if letter not in sizes]
+        if missing:
+            raise ValueError(f"{', '.join(row.names)}: dims lack {missing[0]} of {row.dims}")
+        shape = tuple(sizes[letter] for letter, _ in row.letters)
+        for name in row.names:
+            yield name, shape, row

@@ -20,6 +20,7 @@ from checkpointing.tracing.activations import (
 )
 from checkpointing.tracing.host_ledger import HostLedger
 from checkpointing.tracing.meter import Meter, local_part, part_of
+from megacpp.blocks.features import FEATURES
 from megacpp.blocks.hyper_connections.groups import places_in_groups, stream_groups
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config, MeshConfig
@@ -129,8 +130,8 @@ def run(config: Config, world: World, model: HybridLM, ac: ActivationCheckpointi
 def short(config: Config) -> Config:
     """Return the configuration with the shortest rows that every rank and convolution accepts."""
     model, mesh = config.model, config.mesh
-    taps = (kind.context.taps(model) for kind in KINDS.values() if kind.context)
-    each = max(16, *taps)
+    taps = [kind.context.taps(model) for kind in KINDS.values() if kind.context]
+    each = max(16, *taps, *(one.taps(model) for one in FEATURES.values() if one.present(model)))
     tokens = min(config.data.seq_len, 2 * mesh.cp * mesh.tp * each)
     return replace(config, data=replace(config.data, seq_len=tokens))
 

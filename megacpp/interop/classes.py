@@ -11,6 +11,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+from megacpp.blocks.features import FEATURES as MODEL_FEATURES
 from megacpp.config.model import ModelConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.interop import keys
@@ -78,11 +79,11 @@ def to_config(one: HFClass, model: ModelConfig) -> dict[str, Any]:
 
 def dropped(model: ModelConfig) -> list[str]:
     """Return what a folder lacks without changing the model's function, a line each."""
-    found = []
-    if model.mtp.depths:
-        found.append("multi-token prediction (model.mtp) trains only; its weights are left out")
-    if model.top.loss:
-        found.append("token-order prediction (model.top) trains only; its weights are left out")
+    found = [
+        f"{one.title} (model.{one.name}) trains only; its weights are left out"
+        for one in MODEL_FEATURES.values()
+        if one.present(model) and not one.exported
+    ]
     if model.attention.sparse.layers and model.attention.sparse.stage == "dense":
         found.append("attention is dense (model.attention.sparse.stage); indexers are left out")
     return found

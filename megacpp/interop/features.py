@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
+from megacpp.blocks.features import FEATURES as MODEL_FEATURES
 from megacpp.config.model import ModelConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import block_letters, layer_kinds
@@ -265,23 +266,10 @@ BLOCKERS = (
         "no class with these blocks has such experts",
         "use model.moe.activation=swiglu",
     ),
-    Blocker(
-        "model.mhc.streams",
-        lambda model: model.mhc.streams > 1,
-        "no class has several residual streams",
-        "use model.mhc.streams=1",
-    ),
-    Blocker(
-        "model.engram.layers",
-        lambda model: bool(model.engram.layers),
-        "no class has n-gram memories",
-        "use model.engram.layers=''",
-    ),
-    Blocker(
-        "model.ngram.heads",
-        lambda model: model.ngram.heads > 0,
-        "no class has tables of hashed n-grams",
-        "use model.ngram.heads=0",
+    *(
+        Blocker(one.exported[0], one.present, *one.exported[1:])
+        for one in MODEL_FEATURES.values()
+        if one.exported
     ),
 )
 

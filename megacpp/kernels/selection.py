@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
+from megacpp.blocks.features import mixer_letters
 from megacpp.config.schema import Config, KernelsConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.kernels.attention.support import flex, merged, varlen, varlen_padded
@@ -26,7 +27,6 @@ from megacpp.kernels.support import (
     whole_rows,
     whole_vocabulary,
 )
-from megacpp.model.pattern import block_letters
 from megacpp.versions import TORCH, TRITON
 
 # What torch's builds for GPUs come with.
@@ -202,9 +202,7 @@ def choose(config: Config, host: Host) -> dict[str, BackendSelection]:
     Raises:
         ConfigError: a backend that is asked for by name can't run here.
     """
-    letters = set(block_letters(config.model.pattern, config.model.depth))
-    if config.model.mtp.depths:
-        letters |= {"A"}  # its blocks attend
+    letters = mixer_letters(config.model)
     found: dict[str, BackendSelection] = {}
     for name, operation in OPERATIONS.items():
         if not operation.letters or letters & set(operation.letters):

@@ -19,6 +19,7 @@ from megacpp.blocks.experts.choices import columns
 from megacpp.blocks.experts.rows import expert_rows
 from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.blocks.kinds import KINDS
+from megacpp.blocks.ngram.sizes import ngram_width
 from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config
 from megacpp.memory.forms.accumulation import travelling
@@ -26,7 +27,6 @@ from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import Held, Place, held, kinds_of, mover
 from megacpp.memory.forms.weights import COPY, Weight, weights
 from megacpp.model.regions import BLOCK, NOTHING, Region, regions_of
-from megacpp.model.sizes import ngram_width
 from megacpp.model.stages import (
     BOTH_WAYS,
     SPLIT_BACKWARD,

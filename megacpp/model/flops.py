@@ -11,9 +11,9 @@ from __future__ import annotations
 from megacpp.blocks.engram.sizes import memory_width
 from megacpp.blocks.kinds import KINDS
 from megacpp.blocks.mtp.plan import block_model
+from megacpp.blocks.ngram.sizes import ngram_width
 from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import layer_kinds, layer_model
-from megacpp.model.sizes import ngram_width
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:

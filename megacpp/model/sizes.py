@@ -7,25 +7,21 @@ together.
 
 from __future__ import annotations
 
-from megacpp.blocks.engram.sizes import engram_parameters
+from megacpp.blocks.features import FEATURES
 from megacpp.blocks.kinds import KINDS
 from megacpp.blocks.mtp.plan import block_model, num_blocks
-from megacpp.blocks.ngram.config import NgramConfig
 from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import layer_kinds
-from megacpp.model.primes import primes_from
-
-NGRAM_ROWS = 256  # rows of the stacked n-gram tables are a multiple of so many
 
 
 def layer_parameters(config: ModelConfig) -> list[int]:
     """Parameters of every layer, its norm and hyper-connection included."""
     layers = layer_kinds(config)
-    beside = config.dim + _connection(config)
     by_kind = {
-        kind: beside
+        kind: config.dim
         + KINDS[kind[0]].numel(config, kind)
-        + ("+engram" in kind and engram_parameters(config))
+        + FEATURES["engram"].numel(config, kind)
+        + FEATURES["mhc"].numel(config, kind)
         for kind in sorted(set(layers))
     }
     return [by_kind[kind] for kind in layers]
@@ -33,9 +29,7 @@ def layer_parameters(config: ModelConfig) -> list[int]:
 
 def embedding_parameters(config: ModelConfig) -> int:
     """Parameters in front of the first layer."""
-    ngram = config.ngram
-    hashed = ngram_rows(ngram) * ngram.dim + ngram_width(ngram) * config.dim if ngram.heads else 0
-    return config.vocab_size * config.dim + hashed
+    return config.vocab_size * config.dim + FEATURES["ngram"].numel(config)
 
 
 def head_parameters(config: ModelConfig) -> int:
@@ -43,8 +37,8 @@ def head_parameters(config: ModelConfig) -> int:
 
     A tied head shares the embedding's weight and isn't counted.
     """
-    unembeddings = 2 if config.top.loss else 1
-    return config.dim + mtp_parameters(config) + unembeddings * config.vocab_size * config.dim
+    vocabulary = config.vocab_size * config.dim
+    return config.dim + mtp_parameters(config) + FEATURES["top"].numel(config) + vocabulary
 
 
 def copied_parameters(config: ModelConfig) -> int:
@@ -55,33 +49,8 @@ def copied_parameters(config: ModelConfig) -> int:
 
 def mtp_parameters(config: ModelConfig) -> int:
     """Parameters of multi-token prediction: norms and projection of two halves, A and F blocks."""
-    if not config.mtp.depths:
-        return 0
-    plain, d = block_model(config), config.dim
-    own = 3 * d + 2 * d * d
-    blocks = sum(d + KINDS[letter].numel(plain) for letter in "AF")
-    return num_blocks(config.mtp) * (own + blocks)
-
-
-def ngram_primes(ngram: NgramConfig) -> tuple[int, ...]:
-    """Rows of each n-gram table: all of order 2, then all of order 3, ..."""
-    return primes_from(ngram.table_size, ngram.heads * (ngram.max_order - 1))
-
-
-def ngram_rows(ngram: NgramConfig) -> int:
-    """Rows of all n-gram tables together, rounded up so that usual numbers of ranks divide them."""
-    return -(-sum(ngram_primes(ngram)) // NGRAM_ROWS) * NGRAM_ROWS
-
-
-def ngram_width(ngram: NgramConfig) -> int:
-    """Numbers that all n-gram tables have for a token."""
-    return ngram.heads * (ngram.max_order - 1) * ngram.dim
-
-
-def _connection(config: ModelConfig) -> int:
-    """Parameters of hyper-connections around one layer."""
-    n = config.mhc.streams
-    return (n * n + 2 * n) * (n * config.dim + 1) + 3 if n > 1 else 0
+    mixers = sum(KINDS[letter].numel(block_model(config)) for letter in "AF")
+    return num_blocks(config.mtp) * (FEATURES["mtp"].numel(config) + mixers)
 
 
 def idle_parameters(config: ModelConfig) -> int:

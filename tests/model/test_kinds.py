@@ -1,15 +1,19 @@
-"""Descriptors of block kinds against their modules: names, order, shapes, fp32, one mechanism."""
+"""Descriptors of kinds and features against their modules: names, order, shapes, fp32."""
 
 from __future__ import annotations
 
 import dataclasses
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
 
 from megacpp.blocks.descriptor import BlockKind
+from megacpp.blocks.features import FEATURES
 from megacpp.blocks.kinds import KINDS
+from megacpp.config.presets import tiny_full
 from megacpp.config.schema import ModelConfig
+from megacpp.model.count import meta_model
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.sizes import layer_parameters
@@ -34,6 +38,27 @@ def test_a_descriptor_lists_the_parameters_of_its_module_in_order(name: str) -> 
         assert wide == {n for n, _ in contract_parameters(mixer)}
 
 
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_lists_the_parameters_of_its_modules(name: str) -> None:
+    feature = FEATURES[name]
+    models = [model for model in (*MODELS.values(), tiny_full().model) if feature.present(model)]
+    assert models
+    for config in models:
+        model = meta_model(config)
+        wide = {n for n, _ in contract_parameters(model)}
+        kinds = "".join(layer_kinds(config))
+        said = {n: (shape, row.fp32) for n, shape, row in feature.shapes(config, kinds)}
+        found = {
+            n: (tuple(p.shape), n in wide)
+            for n, p in model.named_parameters()
+            if ".mixer." not in n and fnmatchcase(n, feature.below + "*")
+        }
+        for n, own in found.items():
+            here = [short for short in said if fnmatchcase(n, feature.below + short)]
+            assert own == said[max(here, key=len)], n
+        assert all(any(n.endswith(short) for n in found) for short in said)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_are_counted_from_the_descriptor(name: str) -> None:
     model = MODELS[name]
@@ -50,5 +75,5 @@ def test_a_descriptor_that_misses_a_part_names_it() -> None:
         with pytest.raises(TypeError, match=part):
             BlockKind(**rest)
     lame = dataclasses.replace(KINDS["R"], dims=lambda model: {"H": 1})
-    with pytest.raises(ValueError, match="block kind R: dims lack"):
+    with pytest.raises(ValueError, match=r"weight.*: dims lack"):
         list(lame.shapes(small()))

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megacpp.blocks.ngram.config import NgramConfig
 from megacpp.blocks.ngram.module import NgramEmbedding
+from megacpp.blocks.ngram.sizes import ngram_primes, ngram_rows
 from megacpp.config.schema import Config, ModelConfig, OptimConfig, PrecisionConfig
 from megacpp.model.decoding import decode, init_state
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.primes import is_prime
-from megacpp.model.sizes import ngram_primes, ngram_rows
 from optim.groups import assign
 from parallel.build import build_model
 from parallel.mesh import World

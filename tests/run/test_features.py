@@ -15,14 +15,14 @@ def test_one_line_for_each_feature() -> None:
     """By hand: A blocks are layers 0, 4 and 8; of pools of 8 + 8 a token chooses 2 / 0.5."""
     assert feature_lines(tiny_full()) == [
         "sparse attention: 64 keys chosen in layers 4, taken over by 8",
+        "null experts: a token chooses 4 of 8 experts and 8 nulls, 2 experts on average",
+        "experts in 4 groups, of which a token visits 2",
         "further tokens: 2 by one block, 0.3 of the loss, weights 0.625, 0.375",
         "token order: 0.5 of the loss, 64 tokens ahead",
         "n-grams of 2 to 3 tokens: 8 tables, 64,512 rows of 8, zero at the start",
         "n-gram memories in front of layers 4: 2 to 3 tokens, 1,161,408 parameters each, "
         "zero at the start",
         "4 residual streams (paper, 20 rounds), mixed again in 4 groups of layers",
-        "null experts: a token chooses 4 of 8 experts and 8 nulls, 2 experts on average",
-        "experts in 4 groups, of which a token visits 2",
     ]
 
 

@@ -25,7 +25,7 @@ from megacpp.blocks.descriptor import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from megacpp.config.schema import CheckpointingPolicy, MeshConfig, ModelConfig
+    from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
     from megacpp.memory.forms.local_shapes import LocalShapes
     from megacpp.model.regions import Region
 
@@ -300,6 +300,13 @@ def context_traffic(own: LocalShapes) -> Iterator[tuple[str, int]]:
         yield "keys and values", 2 * everyone * shared * own.compute
 
 
+def lines(config: Config) -> Iterator[str]:
+    """Yield what the header of a run says of sparse layers."""
+    from megacpp.blocks.attention.sparse_checks import sparse_lines
+
+    yield from sparse_lines(config)
+
+
 ATTENTION = BlockKind(
     letter="A",
     name="attention",
@@ -319,5 +326,6 @@ ATTENTION = BlockKind(
     context=ContextExchange(
         "cp_attention", heads_exchanged, "all_gather", context_traffic, once=once
     ),
+    lines=lines,
     hf=HF,
 )

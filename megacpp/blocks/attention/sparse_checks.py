@@ -54,20 +54,19 @@ def sparse_rules(config: Config) -> Iterator[ConfigError]:
         yield from _warm_up(config)
 
 
-def sparse_lines(config: Config) -> list[str]:
-    """Return lines that name the layers that choose keys and those that share, for the header."""
+def sparse_lines(config: Config) -> Iterator[str]:
+    """Yield a line that names the layers that choose keys and those that share, for the header."""
     kinds, sparse = layer_kinds(config.model), config.model.attention.sparse
     chooses = [i for i, kind in enumerate(kinds) if "A.index" in kind]
     shares = [i for i, kind in enumerate(kinds) if "A.share" in kind]
-    if not chooses:
-        return []
-    if sparse.stage == "dense":
-        return [
+    if chooses and sparse.stage == "dense":
+        yield (
             f"sparse attention, warm-up: all keys are attended to, only the indexers of layers "
             f"{_listed(chooses)} are trained"
-        ]
-    taken = f", taken over by {_listed(shares)}" if shares else ""
-    return [f"sparse attention: {sparse.top_k} keys chosen in layers {_listed(chooses)}{taken}"]
+        )
+    elif chooses:
+        taken = f", taken over by {_listed(shares)}" if shares else ""
+        yield f"sparse attention: {sparse.top_k} keys chosen in layers {_listed(chooses)}{taken}"
 
 
 def _nothing_sparse(config: Config) -> Iterator[ConfigError]:

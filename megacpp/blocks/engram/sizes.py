@@ -35,30 +35,3 @@ def table_rows(config: ModelConfig) -> int:
 def memory_width(config: ModelConfig) -> int:
     """Numbers that a token looks up, over all orders."""
     return config.engram.dim * (config.engram.max_order - 1)
-
-
-def engram_parameters(config: ModelConfig) -> int:
-    """Parameters of one layer: tables, keys of each stream, values, norms and taps."""
-    e, d, streams = config.engram, config.dim, config.mhc.streams
-    projections = (streams + 1) * d * (memory_width(config) + 1)
-    return table_rows(config) * (e.dim // e.heads) + projections + streams * d * (3 + e.conv_kernel)
-
-
-def engram_shapes(
-    config: ModelConfig,
-) -> list[tuple[str, tuple[int, ...], int | None, bool, bool]]:
-    """Parameters of a layer: name, shape, dim that `tp` cuts, moved by Muon, fp32 contract."""
-    e, width = config.engram, memory_width(config)
-    channels = config.mhc.streams * config.dim
-    norms = [
-        (f"engram.{name}_norm", (channels,), None, False, True) for name in ("key", "x", "value")
-    ]
-    return [
-        ("engram.tables", (table_rows(config), e.dim // e.heads), 0, False, False),
-        ("engram.wk", (channels, width), None, True, False),
-        ("engram.wk.bias", (channels,), None, False, False),
-        ("engram.wv", (config.dim, width), None, True, False),
-        ("engram.wv.bias", (config.dim,), None, False, False),
-        *norms,
-        ("engram.conv", (channels, 1, e.conv_kernel), 0, False, False),
-    ]

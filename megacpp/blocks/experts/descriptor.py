@@ -5,6 +5,7 @@ Letters: E experts, I hidden units of one, F hidden units of the shared experts 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.descriptor import (
@@ -15,11 +16,12 @@ from megacpp.blocks.descriptor import (
     Parameter,
 )
 from megacpp.blocks.experts.checks import checks
+from megacpp.blocks.experts.choices import columns, null_copies
 from megacpp.blocks.experts.rows import counts, operators
 
 if TYPE_CHECKING:
     from megacpp.blocks.experts.module import MixtureOfExperts
-    from megacpp.config.schema import CheckpointingPolicy, ModelConfig
+    from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
     from megacpp.model.regions import Region
 
 
@@ -109,6 +111,25 @@ def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> fl
     return 0.0
 
 
+def lines(config: Config) -> Iterator[str]:
+    """Yield what the header of a run says of null experts, groups and a capacity."""
+    moe, mesh = config.model.moe, config.mesh
+    if null_copies(moe):
+        yield (
+            f"null experts: a token chooses {columns(moe)} of {moe.num_experts} experts and "
+            f"{null_copies(moe)} nulls, {moe.top_k} experts on average"
+        )
+    if moe.num_groups > 1:
+        yield f"experts in {moe.num_groups} groups, of which a token visits {moe.top_k_groups}"
+    if moe.capacity_factor is not None:
+        padded = mesh.ep > 1 and mesh.ep_dispatch == "padded"
+        whose = f"the tokens of {mesh.ep} ranks" if padded else "each rank's tokens"
+        yield (
+            f"experts take up to {moe.capacity_factor:g} times an even share of {whose} and "
+            "drop the rest: the loss depends on the mesh"
+        )
+
+
 EXPERTS = BlockKind(
     letter="E",
     name="mixture of experts",
@@ -130,5 +151,6 @@ EXPERTS = BlockKind(
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="eblock",
+    lines=lines,
     hf=HF,
 )

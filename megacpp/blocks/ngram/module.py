@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.blocks.ngram.hashing import PAD, hashed_orders, odd_multipliers
+from megacpp.blocks.ngram.sizes import ngram_primes, ngram_rows
 from megacpp.config.schema import ModelConfig
 from megacpp.model.beside import tokens_beside
 from megacpp.model.documents import Documents
 from megacpp.model.head import Table
 from megacpp.model.init import Constant, Normal, Rule
-from megacpp.model.sizes import ngram_primes, ngram_rows
 from megacpp.torch_extras import listed
 
 SEED = 2_718_281  # of the multipliers: learned tables depend on it

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megacpp.blocks.attention.sparse_checks import sparse_rules
+from megacpp.blocks.features import mixer_letters
 from megacpp.config.batch_schedule import batch_schedule
 from megacpp.config.checks.fp8 import fp8_mesh_rules
 from megacpp.config.checks.mesh import batch_ranks, mesh_rules, resolve_mesh
@@ -25,7 +26,6 @@ from megacpp.config.schema import Config, RunConfig, TrainConfig
 from megacpp.config.settings import field_name, flatten, settings_of
 from megacpp.errors import ConfigError, config_error
 from megacpp.kernels.selection import kernel_rules
-from megacpp.model.pattern import block_letters
 from megacpp.model.regions import compiled_budget
 from megacpp.model.stages import chunk_rules, enough_microbatches, pipeline_rules
 from megacpp.urls import is_url
@@ -321,10 +321,10 @@ def _optimizer(config: Config) -> Iterator[ConfigError]:
     if not optim.qk_clip:
         return
     try:
-        letters = block_letters(model.pattern, model.depth)
+        letters = mixer_letters(model)
     except ConfigError:
         return  # reported by the rules of the model
-    if "A" not in letters and not model.mtp.depths:  # whose blocks attend
+    if "A" not in letters:
         yield config_error(
             "optim.qk_clip",
             optim.qk_clip,

@@ -10,16 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 
-from megacpp.blocks.engram.sizes import ROWS_MULTIPLE
 from megacpp.blocks.experts.checks import straddling_groups
+from megacpp.blocks.features import FEATURES, mixer_letters
 from megacpp.blocks.kinds import KINDS
-from megacpp.blocks.mtp.plan import hidden_width
 from megacpp.config.environment import MOST_RANKS
 from megacpp.config.schema import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError, config_error
-from megacpp.model.pattern import block_letters
 from megacpp.model.primes import divisors
-from megacpp.model.sizes import ngram_rows
 
 AXES = ("pp", "dp_replicate", "cp", "tp", "ep")
 DENSE = ("tp", "cp", "pp", "dp_replicate")  # with dp_shard, what makes the world
@@ -68,10 +65,9 @@ def _broken(config: Config, world_size: int) -> Iterator[Broken]:
     if axes:
         return
     try:
-        letters = set(block_letters(config.model.pattern, config.model.depth))
+        letters = mixer_letters(config.model)
     except ConfigError:
         return  # reported by the rules of the model
-    letters |= {"A"} if config.model.mtp.depths else set()  # its blocks attend
     mesh = resolve_mesh(config.mesh, world_size)
     yield from _tensor(config, mesh, letters)
     yield from _context(config, mesh, letters)
@@ -161,15 +157,10 @@ def _axes(mesh: MeshConfig, world_size: int) -> Iterator[Broken]:
 def tensor_dims(config: ModelConfig, letters: set[str]) -> dict[str, int]:
     """Return the sizes that `tp` must divide, by setting."""
     dims = {"model.vocab_size": config.vocab_size}
-    if config.ngram.heads:
-        dims["the rows of all n-gram tables"] = ngram_rows(config.ngram)
-    if config.engram.layers:
-        dims["model.dim, channels of model.engram"] = config.dim
-        dims["rows of the tables of model.engram"] = ROWS_MULTIPLE
     for letter, kind in KINDS.items():
         dims |= kind.tensor_dims(config) if letter in letters else {}
-    if config.mtp.depths:
-        dims["model.mtp.hidden_dim"] = hidden_width(config)
+    for feature in FEATURES.values():
+        dims |= feature.tensor_dims(config) if feature.present(config) else {}
     return dims
 
 
@@ -209,9 +200,8 @@ def _context(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Br
         yield Broken("cp", mesh.cp, rule, ("cp",), f"data.seq_len={-(-row // unit) * unit}")
         return
     exchanges = [k.context for letter, k in KINDS.items() if letter in letters and k.context]
-    back = max((exchange.taps(model) for exchange in exchanges), default=0) - 1
-    if model.engram.layers:
-        back = max(back, (model.engram.conv_kernel - 1) * model.engram.max_order)
+    taps = [exchange.taps(model) for exchange in exchanges]
+    back = max(*taps, *(f.taps(model) for f in FEATURES.values() if f.present(model)), 1) - 1
     if row // chunks < back:
         rule = f"leaves chunks of {row // chunks} tokens, a convolution looks back {back}"
         yield Broken("cp", mesh.cp, rule, ("cp",), f"data.seq_len={back * chunks} or more")

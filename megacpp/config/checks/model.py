@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacpp.blocks.engram.checks import engram_rules
+from megacpp.blocks.features import FEATURES, mixer_letters
 from megacpp.blocks.kinds import KINDS
-from megacpp.blocks.mtp.checks import mtp_rules
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import layer_kinds
@@ -35,13 +34,13 @@ def _parameters(config: Config) -> Iterator[ConfigError]:
 
 def _of_blocks(config: Config) -> Iterator[ConfigError]:
     try:
-        letters = {kind[0] for kind in layer_kinds(config.model)}
+        layer_kinds(config.model)
     except ConfigError as error:
         yield error
         return
-    yield from engram_rules(config)
-    letters |= {"A"} if config.model.mtp.depths else set()  # its blocks attend
+    for feature in FEATURES.values():
+        yield from feature.checks(config)
+    letters = mixer_letters(config.model)
     for letter, kind in KINDS.items():
         if letter in letters:
             yield from kind.checks(config)
-    yield from mtp_rules(config)

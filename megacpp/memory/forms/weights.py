@@ -6,14 +6,15 @@ Mixers come from the descriptors of megacpp/blocks, the rest of the model is her
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
-from megacpp.blocks.engram.sizes import engram_shapes
+from megacpp.blocks.descriptor import Parameter
+from megacpp.blocks.features import FEATURES
 from megacpp.blocks.kinds import KINDS
 from megacpp.blocks.mtp.plan import block_model, num_blocks
 from megacpp.config.schema import ModelConfig
-from megacpp.model.sizes import ngram_rows, ngram_width, projected_width
+from megacpp.model.sizes import projected_width
 
 Shape = tuple[int, ...]
 COPY = "copy"  # of the embedding, in a last stage that looks tokens up
@@ -53,14 +54,8 @@ def weights(model: ModelConfig, kind: str, compress: float = 0.0) -> tuple[Weigh
     compress *= not kind.endswith(LEFT_ALONE)
     if kind in ("embed", "head", COPY):
         return (Weight(f"{kind}.weight", (model.vocab_size, model.dim), 0),)
-    if kind == "top":
-        return (Weight("top.unembed.weight", (model.vocab_size, model.dim), 0),)
-    if kind == "ngram":
-        width = ngram_width(model.ngram)
-        return (
-            Weight("ngram.tables.weight", (ngram_rows(model.ngram), model.ngram.dim), 0),
-            Weight("ngram.proj.weight", (model.dim, width), muon=True),
-        )
+    if kind in ("top", "ngram"):
+        return tuple(_of_feature(kind, model, FEATURES[kind].below))
     norm = Weight("norm.weight", (model.dim,), wide=True)
     if kind in ("spread", "collapse"):
         return ()
@@ -68,8 +63,7 @@ def weights(model: ModelConfig, kind: str, compress: float = 0.0) -> tuple[Weigh
         return (norm,)
     if kind == "mtp":
         return tuple(_depths(model))
-    memory = engram_shapes(model) if "+engram" in kind else ()
-    found = [norm, *(Weight(*shape) for shape in memory)]
+    found = [norm, *_of_feature("engram", model, "engram.", kind)]
     for w, compressible in _mixer(model, kind):
         if compress and compressible:
             width = projected_width(model.dim, compress)
@@ -79,40 +73,53 @@ def weights(model: ModelConfig, kind: str, compress: float = 0.0) -> tuple[Weigh
             ]
         else:
             found.append(w)
-    return (*found, *_connection(model))
+    return (*found, *_of_feature("mhc", model, "connection.", kind))
 
 
 def _depths(model: ModelConfig) -> Iterator[Weight]:
     """Yield parameters of all blocks of multi-token prediction."""
-    plain, d = block_model(model), model.dim
-    (norm,) = weights(model, "norm")
+    plain = block_model(model)
+    own = {w.name: w for w in _of_feature("mtp", model)}
     for _ in range(num_blocks(model.mtp)):
-        yield replace(norm, name="embed_norm")
-        yield replace(norm, name="hidden_norm")
-        yield replace(norm, name="projection", shape=(d, 2 * d), wide=False, muon=True)
-        yield from (*weights(plain, "A"), *weights(plain, "F"), norm)
+        yield from (own["embed_norm.weight"], own["hidden_norm.weight"], own["projection.weight"])
+        yield from (*weights(plain, "A"), *weights(plain, "F"), own["norm.weight"])
 
 
 def _mixer(model: ModelConfig, kind: str) -> Iterator[tuple[Weight, bool]]:
     """Yield parameters of a mixer, and whether `recompute.compress` applies to their layer."""
     for name, shape, row in KINDS[kind[0]].shapes(model, kind):
-        weight = Weight(
-            name.removesuffix(".weight").removeprefix("experts."),
-            shape,
-            row.dim_on("tp"),
-            muon=row.group == "muon",
-            wide=row.fp32,
-            experts=row.dim_on("ep") is not None,
-            heights=row.rows(model) if row.rows else (),
-        )
-        yield weight, row.compress
+        short = name.removesuffix(".weight").removeprefix("experts.")
+        yield _weight(short, shape, row, model), row.compress
 
 
-def _connection(model: ModelConfig) -> Iterator[Weight]:
-    """Yield parameters of hyper-connections, which every layer has."""
-    n = model.mhc.streams
-    if n > 1:
-        coefficients = n * n + 2 * n
-        yield Weight("connection.phi", (coefficients, n * model.dim), wide=True)
-        yield Weight("connection.scale", (3,), wide=True)
-        yield Weight("connection.bias", (coefficients,), wide=True)
+def _of_feature(name: str, model: ModelConfig, below: str = "", kind: str = "") -> Iterator[Weight]:
+    """Yield parameters of a feature, of one layer where it stands in layers; none if absent.
+
+    Args:
+        name: of `FEATURES`.
+        model: settings.
+        below: beginning of their names.
+        kind: of the layer.
+    """
+    for short, shape, row in FEATURES[name].shapes(model, kind):
+        yield _weight(below + short, shape, row, model)
+
+
+def _weight(name: str, shape: Shape, row: Parameter, model: ModelConfig) -> Weight:
+    """Return a parameter as its row of a descriptor says.
+
+    Args:
+        name: of the parameter.
+        shape: of it.
+        row: with its layout and group.
+        model: settings.
+    """
+    return Weight(
+        name,
+        shape,
+        row.dim_on("tp"),
+        muon=row.group == "muon",
+        wide=row.fp32,
+        experts=row.dim_on("ep") is not None,
+        heights=row.rows(model) if row.rows else (),
+    )

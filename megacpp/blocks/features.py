@@ -1,0 +1,29 @@
+"""Features by their section of `ModelConfig`; no torch import here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megacpp.blocks.descriptor import ModelFeature
+from megacpp.blocks.engram.descriptor import ENGRAM
+from megacpp.blocks.hyper_connections.descriptor import HYPER_CONNECTIONS
+from megacpp.blocks.mtp.descriptor import MTP
+from megacpp.blocks.ngram.descriptor import NGRAM
+from megacpp.blocks.top.descriptor import TOP
+from megacpp.config.model import ModelConfig
+from megacpp.model.pattern import block_letters
+
+FEATURES: Mapping[str, ModelFeature] = MappingProxyType(
+    {feature.name: feature for feature in (MTP, TOP, NGRAM, ENGRAM, HYPER_CONNECTIONS)}
+)
+
+
+def mixer_letters(model: ModelConfig) -> set[str]:
+    """Return the letters of a model's mixers: those of its layers, and of its features' blocks.
+
+    Raises:
+        ConfigError: the pattern is broken.
+    """
+    found = set(block_letters(model.pattern, model.depth))
+    return found.union(*(one.mixers for one in FEATURES.values() if one.present(model)))

@@ -1,0 +1,56 @@
+"""Hashed n-grams as data: tables and a projection beside the token embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megacpp.blocks.descriptor import ActivationLayout, ModelFeature, Parameter
+from megacpp.blocks.ngram.sizes import ngram_primes, ngram_rows, ngram_width
+from megacpp.config.schema import Config, ModelConfig
+
+
+def _dims(model: ModelConfig) -> Mapping[str, int]:
+    ngram = model.ngram
+    return {"Y": ngram_rows(ngram), "N": ngram.dim, "U": ngram_width(ngram)}
+
+
+def _tensor_dims(model: ModelConfig) -> Mapping[str, int]:
+    return {"the rows of all n-gram tables": ngram_rows(model.ngram)}
+
+
+def _lines(config: Config) -> Iterator[str]:
+    ngram = config.model.ngram
+    yield (
+        f"n-grams of 2 to {ngram.max_order} tokens: {len(ngram_primes(ngram))} tables, "
+        f"{ngram_rows(ngram):,} rows of {ngram.dim}, zero at the start"
+    )
+
+
+NGRAM = ModelFeature(
+    name="ngram",
+    title="tables of hashed n-grams",
+    present=lambda model: model.ngram.heads > 0,
+    below="ngram.",
+    parameters=(
+        # Most rows of a table are rarely read: large steps, and no decay between two of them.
+        Parameter(
+            ("tables.weight",),
+            "[Y_tp, N]",
+            "adamw",
+            decay=False,
+            rate="embed_lr",
+            factor=lambda model: model.ngram.lr_factor,
+        ),
+        Parameter(("proj.weight",), "[D, U]", "muon"),
+    ),
+    dims=_dims,
+    lines=_lines,
+    exported=(
+        "model.ngram.heads",
+        "no class has tables of hashed n-grams",
+        "use model.ngram.heads=0",
+    ),
+    # Looked-up rows are narrower than the model, and projected after the exchange.
+    layouts=(ActivationLayout("tables", None, "u[B, T, K, U]{tp} -> u[B, T_tp, K, U]"),),
+    tensor_dims=_tensor_dims,
+)
