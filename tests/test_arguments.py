@@ -258,7 +258,7 @@ def test_arguments_of_a_subcommand(words: str, args: Toy) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("", "path=: is needed"),
+        ("", "path=: is needed: where it is. Fix: write PATH."),
         ("--rows 2", "path=: is needed"),
         ("here there", "argument=there: is not a flag"),
         ("here --row 2", "--row: no such setting. Fix: did you mean '--rows'"),

@@ -164,7 +164,7 @@ def test_memory_that_is_none(text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     (
-        ("--memory 1GiB", "world=: is needed. Fix: write --world VALUE."),
+        ("--memory 1GiB", "world=: is needed: number of devices. Fix: write --world 8."),
         ("--world 0 --memory 1GiB", "world=0: must be at least 1. Fix: use --world 1 or more."),
         ("--world 4", "memory=: of a device is needed. Fix: write --memory 141GiB, or --gpu H200."),
         ("--world 4 --memory much", "memory=much: must be a number"),

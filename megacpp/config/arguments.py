@@ -277,7 +277,8 @@ def split_args(cls: type[Parsed], argv: Sequence[str]) -> tuple[Parsed, list[str
             raise error
         if key not in values and one.default is MISSING:
             form = key.upper() if one.positional else f"{one.flag} VALUE"
-            raise config_error(key, "", "is needed", f"write {form}")
+            what = one.words[:1].lower() + one.words[1:].rstrip(".")
+            raise config_error(key, "", f"is needed: {what}", f"write {form}")
     fields = {flag_name(item.name): item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{fields[key]: value for key, value in values.items()}), rest
 

@@ -272,7 +272,7 @@ def test_a_checkpoint_instead_of_the_final_weights(
     ("words", "code", "message"),
     [
         (["nowhere"], 2, "run=nowhere: no such run folder. Fix: give the folder of a run."),
-        ([], 2, "run=: is needed. Fix: write RUN."),
+        ([], 2, "run=: is needed: folder or URL of the run, or of Hugging"),
         (["{run}", "{run}"], 2, "is not a flag. Fix: "),
         (["{run}", "--tempersture", "1"], 2, "--tempersture: no such setting. Fix: did you mean"),
         (["{run}", "--max-tokens", "many"], 2, "max_tokens=many: must be a whole number"),
