@@ -6,7 +6,7 @@ import fnmatch
 import json
 import os
 import re
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +29,7 @@ DATA_SUFFIXES = {".json", ".csv", ".tsv", ".lock", ".log", ".svg", ".map", ".ipy
 SNIFFED = 4096  # bytes of a file that decide whether it is text
 LINE_BYTES = 1 << 27  # of a JSON record
 SHOWN = 4  # suffixes listed by name
+UTF16, NO_TEXT = "UTF-16", "not text"
 
 
 class Chosen(NamedTuple):
@@ -134,7 +135,8 @@ def is_records(path: Path) -> bool:
 def _by_content(folder: Path) -> Chosen:
     files: list[Path] = []
     taken: Counter[str] = Counter()
-    skipped: dict[str, Counter[str]] = {k: Counter() for k in ("data", "packed", "not text")}
+    reasons = "data", "packed", UTF16, NO_TEXT
+    skipped: dict[str, Counter[str]] = {why: Counter() for why in reasons}
     hidden = 0
     for path in _walk(folder):
         kind = suffix(path)
@@ -144,11 +146,11 @@ def _by_content(folder: Path) -> Chosen:
             skipped["data"][kind] += 1
         elif kind in PACKED:
             skipped["packed"][kind] += 1
-        elif kind in RECORD_SUFFIXES or _is_text(path):
+        elif kind not in RECORD_SUFFIXES and (why := no_text(path)):
+            skipped[why][kind] += 1
+        else:
             files.append(path)
             taken[kind] += 1
-        else:
-            skipped["not text"][kind] += 1
     if any(suffix(path) in RECORD_SUFFIXES for path in files):
         cards = [path for path in files if path.name == CARD]
         files = [path for path in files if path.name != CARD]
@@ -161,14 +163,15 @@ def _by_content(folder: Path) -> Chosen:
         taken -= skipped["split"]
         files = [path for path in files if path not in out]
     tool = PACKED.get(next(iter(skipped["packed"]), ""), "")
-    reasons = {
+    fixes = {
+        UTF16: "UTF-16, convert them (iconv -f UTF-16 -t UTF-8)",
         "packed": f"packed, unpack them first ({tool})",
         "card": "describes the records, --globs takes it",
         "split": "of another split than train, --globs takes it",
         "data": f"data, --globs '*{next(iter(skipped['data']), '')}' takes it",
     }
     lines = [
-        f"skipped {_counted(kinds)}: {reasons.get(why, why)}"
+        f"skipped {_counted(kinds)}: {fixes.get(why, why)}"
         for why, kinds in skipped.items()
         if kinds
     ]
@@ -184,10 +187,14 @@ def _counted(kinds: Counter[str]) -> str:
     return ", ".join(shown) + (f" and {rest:,} other" if rest else "")
 
 
-def _is_text(path: Path) -> bool:
-    """Return whether a file begins without a NUL; UTF-8 is checked when it is read."""
+def no_text(path: Path) -> str:
+    """Return why a file is no text, by its beginning: `UTF16` or `NO_TEXT`, else nothing.
+
+    UTF-8 is checked when the file is read.
+    """
     with path.open("rb") as file:
-        return b"\0" not in file.read(SNIFFED)
+        first = file.read(SNIFFED)
+    return UTF16 if first.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else NO_TEXT * (b"\0" in first)
 
 
 def _matching(folder: Path, globs: Sequence[str]) -> Iterator[Path]:

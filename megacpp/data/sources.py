@@ -8,7 +8,16 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megacpp.data.files import CPP_GLOBS, choose_files, is_records, saved_files, suffix
+from megacpp.data.files import (
+    CPP_GLOBS,
+    PACKED,
+    UTF16,
+    choose_files,
+    is_records,
+    no_text,
+    saved_files,
+    suffix,
+)
 from megacpp.data.readers import SourceDocument, read_file
 from megacpp.data.remote import RemoteFiles, remote_files
 from megacpp.data.streams import stream_facts
@@ -127,6 +136,9 @@ def _one_file(path: Path, document_bytes: int) -> Source:
             f"source={path}: is neither an array of objects nor one object a line. "
             "Fix: write one record a line to a .jsonl file."
         )
+    if suffix(path) not in PACKED and (why := no_text(path)):
+        fix = "convert it, iconv -f UTF-16 -t UTF-8" if why == UTF16 else "give a text file"
+        raise DataError(f"source={path}: is {why}, and UTF-8 is read. Fix: {fix}.")
     longest = document_bytes or min(LONGEST, max(LONE_SHORTEST, size // LONE_DOCUMENTS))
     note = f"one text file: cut at blank lines into documents of up to {longest:,} bytes"
     return Source(f"file {path}", (path,), size, (note,), longest)

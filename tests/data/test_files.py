@@ -47,6 +47,20 @@ def test_everything_that_is_text_is_taken(tmp_path: Path) -> None:
     assert [f.name for f in find_source(str(folder), ("*.json",)).files] == ["x.json"]
 
 
+def test_utf16_is_named_and_not_read(tmp_path: Path) -> None:
+    names = {"a.txt": "wide".encode("utf-16"), "b.txt": b"plain", "c.bin": b"\1\0"}
+    folder = write(tmp_path, names)
+    chosen = choose_files(folder, ())
+    assert [f.name for f in chosen.files] == ["b.txt"]
+    assert chosen.skipped == [
+        "skipped 1 .txt: UTF-16, convert them (iconv -f UTF-16 -t UTF-8)",
+        "skipped 1 .bin: not text",
+    ]
+    for name, why in (("a.txt", "UTF-16, .* iconv -f UTF-16"), ("c.bin", "not text")):
+        with pytest.raises(DataError, match=rf"{name}: is {why}"):
+            find_source(str(folder / name))
+
+
 def test_a_folder_without_text(tmp_path: Path) -> None:
     folder = write(tmp_path, {"a.png": b"\0", "b.json": b"{}"})
     with pytest.raises(DataError) as caught:
