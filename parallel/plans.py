@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from megacpp.blocks.descriptor import BlockKind, ModelFeature
+from megacpp.blocks.descriptor import BlockKind, ModelFeature, always
 from megacpp.blocks.features import FEATURES
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import ModelConfig
@@ -40,7 +40,7 @@ class Row:
     letters: str
     names: tuple[str, ...]
     array: str
-    when: Callable[[ModelConfig], bool] = lambda config: True
+    when: Callable[[ModelConfig], bool] = always
 
 
 def mixer_rows(letter: str, kind: BlockKind) -> Iterator[Row]:
@@ -84,24 +84,26 @@ class ActivationRow:
             itself.
         enter, leave: layouts before and after, in the notation of parallel/notation.py; None: the
             activation stays as it is.
+        when: the row applies to a model.
     """
 
     letters: str
     module: str
     enter: str | None
     leave: str | None
+    when: Callable[[ModelConfig], bool] = always
 
 
 ACTIVATIONS = (
     # The residual stream is cut by token (sequence parallelism); mixers see all tokens.
     ActivationRow("", "embed", None, "x[B, T, D]{tp} -> x[B, T_tp, D]"),
     *(
-        ActivationRow("", f"{feature.below}{move.module}".rstrip("."), move.enter, move.leave)
-        for feature in FEATURES.values()
-        for move in feature.layouts
+        ActivationRow("", f"{one.below}{move.module}".rstrip("."), *move.ways, one.present)
+        for one in FEATURES.values()
+        for move in one.layouts
     ),
     *(
-        ActivationRow(letter, layout.module, layout.enter, layout.leave)
+        ActivationRow(letter, layout.module, *layout.ways)
         for letter, kind in KINDS.items()
         for layout in kind.layouts
     ),

@@ -90,6 +90,11 @@ class ActivationLayout:
     enter: str | None
     leave: str | None
 
+    @property
+    def ways(self) -> tuple[str | None, str | None]:
+        """Both redistributions: into the module, and out of it."""
+        return self.enter, self.leave
+
 
 # A mixer of heads sees all tokens; its output is a partial sum over `tp` (sequence parallelism).
 ALL_TOKENS = ActivationLayout("", "x[B, T_tp, D] -> x[B, T, D]", "y[B, T, D]{tp} -> y[B, T_tp, D]")

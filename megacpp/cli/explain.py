@@ -87,7 +87,7 @@ def plan_rows(config: Config) -> list[dict[str, str]]:
         mine = [row for row in PARAMETERS if row.letters == letter and row.when(config.model)]
         found += [(letter, "parameter", name, row.array) for row in mine for name in row.names]
         for move in ACTIVATIONS:
-            if move.letters == letter:
+            if move.letters == letter and move.when(config.model):
                 ways = ("enters", move.enter), ("leaves", move.leave)
                 found += [(letter, way, move.module, layout) for way, layout in ways if layout]
         context = BLOCK_KINDS[letter].context if letter else None

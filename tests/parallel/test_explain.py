@@ -12,9 +12,12 @@ from collections import Counter
 
 import pytest
 
+from megacpp.blocks.features import FEATURES
 from megacpp.cli.dry_run import dependencies
+from megacpp.cli.explain import plan_rows
 from megacpp.cli.main import main
 from megacpp.config.arguments import parse_run
+from megacpp.config.presets import preset
 from megacpp.config.schema import MeshConfig
 from megacpp.torch_extras import is_dtensor
 from parallel.plans import row_of
@@ -238,3 +241,16 @@ def test_one_rank_moves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "tiny", "--model.depth", "2"]) == 0
     out = capsys.readouterr().out
     assert "nothing moves" in out and "[Q, D]" in out and ": equal" in " ".join(out.split())
+
+
+def test_the_plan_has_the_rows_of_a_models_features_alone() -> None:
+    plain, full = (
+        {(row["table"], row["name"]) for row in plan_rows(preset(name))}
+        for name in ("tiny", "tiny_full")
+    )
+    for feature in FEATURES.values():
+        assert not any(name.startswith(feature.below) for _, name in plain)
+        own = {("parameter", feature.below + n) for row in feature.parameters for n in row.names}
+        assert own <= full
+    assert ("enters", "top") in full - plain and ("leaves", "blocks.*.engram.conv") in full - plain
+    assert ("parameter", "embed.weight") in plain & full

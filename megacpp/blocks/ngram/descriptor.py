@@ -51,6 +51,6 @@ NGRAM = ModelFeature(
         "use model.ngram.heads=0",
     ),
     # Looked-up rows are narrower than the model, and projected after the exchange.
-    layouts=(ActivationLayout("tables", None, "u[B, T, K, U]{tp} -> u[B, T_tp, K, U]"),),
+    layouts=(ActivationLayout("tables", None, "e[B, T, H, N]{tp} -> e[B, T_tp, H, N]"),),
     tensor_dims=_tensor_dims,
 )
