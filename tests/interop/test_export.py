@@ -205,8 +205,9 @@ def test_progress_is_told(
     _, out = exported("llama", tmp_path)
     lines = capsys.readouterr().err.splitlines()
     count = len(load_file(out / "model.safetensors"))
-    wanted = [f"export: {(done + 1) / count:.0%}, 0:00 left" for done in range(count)]
-    assert [line for line in lines if line.startswith("export: ")] == wanted
+    wanted = [f"export: {(done + 1) / count:.0%}, " for done in range(count)]
+    told = [line for line in lines if line.startswith("export: ")]
+    assert [re.sub(r"\d+:\d\d left$", "", line) for line in told] == wanted
     assert any(line.startswith("verify: 100%") for line in lines)
 
 

@@ -201,7 +201,8 @@ def _context(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Br
         return
     exchanges = [k.context for letter, k in KINDS.items() if letter in letters and k.context]
     taps = [exchange.taps(model) for exchange in exchanges]
-    back = max(*taps, *(f.taps(model) for f in FEATURES.values() if f.present(model)), 1) - 1
+    taps += [one.taps(model) for one in FEATURES.values() if one.present(model)]
+    back = max([1, *taps]) - 1
     if row // chunks < back:
         rule = f"leaves chunks of {row // chunks} tokens, a convolution looks back {back}"
         yield Broken("cp", mesh.cp, rule, ("cp",), f"data.seq_len={back * chunks} or more")
