@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ ROW = re.compile(r"^\| \*\*([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.M)
 LETTER = re.compile(r"^\| ([A-Za-z]) \|.*$", re.M)
 CHAPTER = re.compile(r"\]\((\d\d-[^)#]+\.md)")
 # Chapters in reading order.
-ORDER = re.findall(r"^- \d+ · \[[^\]]+\]\(([^)]+)\)", (DOCS / "README.md").read_text(), re.M)
+CONTENTS = (DOCS / "README.md").read_text()
+ORDER = re.findall(r"^- \d+ · \[[^\]]+\]\(([^)]+)\)", CONTENTS, re.M)
 
 
 def words() -> dict[str, tuple[list[str], list[str]]]:
@@ -110,6 +112,45 @@ def test_letters_are_those_of_the_chapters() -> None:
     declared = {(letter, c) for c in ORDER for letter in legend(c)}
     listed = {(row[1], c) for row in LETTER.finditer(NOTATION) for c in CHAPTER.findall(row[0])}
     assert len(declared) > 80 and listed == declared
+
+
+def read_together() -> set[tuple[str, str]]:
+    """Return pairs of chapters: neighbours in reading order or by number, and those of a part.
+
+    The features of Part VI can be read alone: of these only neighbours count.
+    """
+    found = {*pairwise(ORDER), *pairwise(sorted(ORDER))}
+    for part in re.split(r"^## ", CONTENTS, flags=re.M):
+        if not part.startswith("Part VI:"):
+            found |= set(combinations([c for c in ORDER if f"({c})" in part], 2))
+    return found
+
+
+def clashes(notation: str) -> list[tuple[str, str, str]]:
+    """Return each letter that means two things in two chapters that are read together."""
+    meanings: dict[str, dict[str, str]] = {}
+    for letter, meaning, chapters in re.findall(r"^\| (\w) \| ([^|]+) \| (.+) \|$", notation, re.M):
+        for chapter in CHAPTER.findall(chapters):
+            assert letter not in meanings.setdefault(chapter, {}), (letter, chapter)
+            meanings[chapter][letter] = meaning
+    return [
+        (letter, *pair)
+        for pair in sorted(read_together())
+        for letter, meaning in meanings.get(pair[0], {}).items()
+        if meanings.get(pair[1], {}).get(letter, meaning) != meaning
+    ]
+
+
+def test_letters_of_chapters_that_are_read_together_do_not_clash() -> None:
+    assert len(read_together()) > 120 and clashes(NOTATION) == []
+
+
+def test_a_letter_with_two_meanings_is_found() -> None:
+    table = "| K | heads | [4](04-attention.md) |\n| K | experts | [{0:02}]({0:02}-{1}.md) |\n"
+    assert clashes(table.format(6, "mixture-of-experts"))  # of one part
+    assert clashes(table.format(3, "same-weights-anywhere"))  # neighbours by number
+    assert clashes(table.format(40, "failures"))  # neighbours in reading order
+    assert not clashes(table.format(26, "multi-token-prediction"))
 
 
 @pytest.mark.parametrize("chapter", ORDER)
