@@ -92,6 +92,27 @@ def test_a_chapter_asks_what_its_program_answers(chapter: Path) -> None:
     assert re.search(r"\b(?:bytes?|[KMGT]i?B)\b", costs), "a cost in bytes"
 
 
+PREDICTED = re.compile(r"\$ megacpp speed|\bms\b.*\bH[12]00|\bH[12]00.*\bms\b", re.S)
+
+
+def times_as_if_measured(text: str) -> list[str]:
+    """Return the sections that show times of a GPU and don't say that they are predicted."""
+    sections = (re.sub(r"^!\[.*", "", part, flags=re.M) for part in text.split("\n## ")[1:])
+    timed = [part for part in sections if PREDICTED.search(part)]
+    return [part.partition("\n")[0] for part in timed if not re.search("predict", part, re.I)]
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
+def test_a_predicted_time_is_called_so(chapter: Path) -> None:
+    assert times_as_if_measured(chapter.read_text()) == []
+
+
+def test_a_time_as_if_measured_is_found() -> None:
+    text = "# Q?\n\n## Cost\n\nA step{} takes 77 ms on 8 H100.\n\n## Other\n\nA save takes 77 ms.\n"
+    assert times_as_if_measured(text.format("")) == ["Cost"]
+    assert times_as_if_measured(text.format(", as predicted,")) == []
+
+
 # Row of docs/torture.md: its figures, and the words around the same ones in chapter 40.
 ATTACKS = {
     "R1": [(r"(\d+) saves ended", r"(\d+) saves ended halfway were all resumed")],
