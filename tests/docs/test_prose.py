@@ -12,6 +12,18 @@ ROOT = DOCS.parent
 # Made from the program: docs/reference.
 BOOK = sorted(p for p in DOCS.rglob("*.md") if p.parent.name != "reference")
 PAGES = [*BOOK, *sorted(ROOT.glob("*.md"))]
+# Lines of a list in docs/README.md are entries of the site's navigation.
+FILLED = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *(DOCS / f"{name}.md" for name in ("faq", "install", "notation", "using", "when-it-stops")),
+    *(
+        page
+        for folder in ("assignments", "launch")
+        for page in sorted((DOCS / folder).glob("*.md"))
+    ),
+    DOCS / "README.md",
+]
+COLUMNS = 100
 WORDS = 30  # of a sentence, at the 95th percentile
 # "One" and "Some" may stand before their noun, "the same" too.
 OPENING = re.compile(
@@ -63,6 +75,14 @@ def test_sentences_are_short(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_sentences_open_with_their_subject(page: Path) -> None:
     assert riddles(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", FILLED, ids=name)
+def test_lines_of_a_page_are_filled(page: Path) -> None:
+    """Tables, pictures and blocks may be wider; chapters are held in tests/docs/test_docs.py."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    free = ("|", "![", "- ") if page == DOCS / "README.md" else ("|", "![")
+    assert [x for x in text.splitlines() if len(x) > COLUMNS and not x.startswith(free)] == []
 
 
 def test_a_sentence_is_counted_and_judged() -> None:
