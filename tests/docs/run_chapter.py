@@ -64,7 +64,7 @@ def run_chapter(path: Path, update: bool = False, before: Callable[[], None] = l
                 continue
             if match[1] == "console":
                 command = COMMAND.match(match[2])[0]  # type: ignore[index]
-                printed = command + _run(command[2:].replace("\\\n", " ").strip())
+                printed = command + run_command(command[2:].replace("\\\n", " ").strip())
             compared += 1
             if not update and printed != match[2]:
                 raise DriftError(f"{path.name}:{line}: shows\n{match[2]}but prints\n{printed}")
@@ -128,7 +128,7 @@ def working_folder():
             os.chdir(before)
 
 
-def _run(command: str) -> str:
+def run_command(command: str) -> str:
     """Return what a command prints."""
     first, pipe, filters = command.partition(" | ")
     program, *words = shlex.split(first)

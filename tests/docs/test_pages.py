@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from megacpp.cli.main import COMMANDS, find
 from megacpp.config.arguments import parse_args, parse_run, split_args
 from megacpp.errors import EXIT_CODES
-from tests.docs.run_chapter import run_chapter
+from tests.docs.run_chapter import COMMAND, run_chapter, run_command
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -122,9 +123,27 @@ def write_texts() -> None:
     Path("talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
 
 
-def test_the_page_for_users_prints_what_it_shows(request: pytest.FixtureRequest) -> None:
+def make_a_run() -> None:
+    """Write the texts, and run the commands of using.md that make runs/texts of them."""
+    write_texts()
+    text = (DOCS / "using.md").read_text()
+    shown = (
+        block[1][2:] for block in re.finditer(rf"^```console\n({COMMAND.pattern})", text, re.M)
+    )
+    made = [line.replace("\\\n", " ").strip() for line in shown if "data/texts" in line]
+    for command in made[:2]:
+        run_command(command)
+    assert Path("runs/texts/final").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("page", "before", "blocks"), [("using", write_texts, 11), ("after-a-run", make_a_run, 6)]
+)
+def test_a_page_for_users_prints_what_it_shows(
+    page: str, before: Callable[[], None], blocks: int, request: pytest.FixtureRequest
+) -> None:
     update = bool(request.config.getoption("--update-docs"))
-    assert run_chapter(DOCS / "using.md", update, write_texts) >= 14
+    assert run_chapter(DOCS / f"{page}.md", update, before) >= blocks
 
 
 def test_there_are_commands() -> None:

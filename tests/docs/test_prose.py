@@ -15,7 +15,10 @@ PAGES = [*BOOK, *sorted(ROOT.glob("*.md"))]
 # Lines of a list in docs/README.md are entries of the site's navigation.
 FILLED = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
-    *(DOCS / f"{name}.md" for name in ("faq", "install", "notation", "using", "when-it-stops")),
+    *(
+        DOCS / f"{name}.md"
+        for name in ("after-a-run", "faq", "install", "notation", "using", "when-it-stops")
+    ),
     *(
         page
         for folder in ("assignments", "launch")

@@ -55,6 +55,19 @@ def test_every_page_is_in_the_navigation(built: Path) -> None:
     assert pages - within == linked - within
 
 
+def test_pages_for_users_are_in_the_order_of_use() -> None:
+    heading, pages = site.sections()[0]
+    assert heading == "To train: in the order of use"
+    assert [file.removesuffix(".md") for _, file in pages][:6] == [
+        "install",
+        "using",  # quickstart, own data, several nodes, choosing a mesh, reading a run
+        "launch/README",
+        "when-it-stops",
+        "after-a-run",  # continue, fine-tune, evaluate, export and serve
+        "faq",
+    ]
+
+
 def test_formulas_are_drawn(built: Path) -> None:
     """By the browser itself: MathML."""
     pages = {page.name: page.read_text() for page in (built / "docs").glob("[0-9]*.md")}
