@@ -34,6 +34,8 @@ def test_chapter_has_the_shape_of_a_chapter(chapter: Path) -> None:
     assert wide == [], "fill the paragraph at 100 columns"
     title, *_ = text.splitlines()
     assert title.startswith("# ") and title.endswith("?"), "a chapter answers its title"
+    idea = [x for x in prose_of(text.split("\n## ")[0]).splitlines()[1:] if x and x[:2] != "!["]
+    assert 4 <= len(idea) <= 13, "it opens with its idea, in about ten lines"
     _, heading, exercise = text.partition("\n## Break it\n")
     assert heading and "<details>" in exercise, "it ends with an exercise and its folded answer"
     for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
