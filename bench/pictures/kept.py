@@ -26,7 +26,7 @@ def saved_by_kind() -> Drawing:
     size = Axes(drawing, 84, 44, 300, high, (0, 110), (0, 1))
     size.frame(range(0, 101, 20), [], ("bytes per token and channel of one layer", ""))
     time = Axes(drawing, 484, 44, 216, high, (0, 200), (0, 1))
-    time.frame(range(0, 201, 50), [], ("ms for all layers of a kind", ""))
+    time.frame(range(0, 201, 50), [], ("predicted ms, all layers of a kind", ""))
     for number, (kind, name) in enumerate(KINDS.items()):
         y = size.top + number * row + 8
         whole, less, least = (part_of(found, kind) for found in (every, norms, policy))

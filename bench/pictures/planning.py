@@ -34,7 +34,7 @@ def plan_front() -> Drawing:
     )
     axes = Axes(drawing, 64, 62, 660, 280, (0, most_gib), (0, most_ms))
     drawing.legend(64, 12, [("edge", "none is both smaller and faster")])
-    axes.frame(range(0, int(most_gib) + 1, 5), ticks(most_ms), ("GiB", "ms"))
+    axes.frame(range(0, int(most_gib) + 1, 5), ticks(most_ms), ("GiB", "predicted ms"))
     rows = sorted({config.train.device_batch_size for _, _, config in points})
     best: list[Point] = []
     fastest = most_ms + 1
