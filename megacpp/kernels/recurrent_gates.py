@@ -138,7 +138,7 @@ def in_triton(name: str, how: tuple[Any, ...], *given: Tensor) -> Any:
 
 
 def by_triton(backend: str, x: Tensor) -> bool:
-    """Return whether Triton's kernels do it: of rows of tokens, not of one token of a decoding."""
+    """Return whether Triton's kernels do it: of rows of tokens, `[B, T, ...]`."""
     return backend == "triton" and x.ndim == 3 and not torch.compiler.is_compiling()
 
 

@@ -255,7 +255,7 @@ def check_decoding(golden: GoldenFile) -> None:
         outputs.append(y)
         suffix = {golden.config["prefill"]: "prefill", x.shape[1]: "final"}.get(t + 1)
         if suffix:
-            golden.expect(f"recurrent_state_{suffix}", state.S_BNKV)
+            golden.expect(f"recurrent_state_{suffix}", state.scan)
             oldest = convolved_inputs(layer, x[:, t - state.taps_BCJ.shape[-1]])
             taps = torch.cat([oldest[..., None], state.taps_BCJ], -1)  # upstream keeps one more
             golden.expect(f"conv_state_{suffix}", taps)

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
-def check_half_precision(
-    layer: Callable[[torch.dtype], nn.Module], autocast: bool, state: str
-) -> None:
-    """Six roundings to 8 bits lie on the way of a value; 6 * 2^-8 of the largest bounds them.
-
-    Args:
-        layer: makes the layer, of 20 dims, in a dtype.
-        autocast: of the fp32 layer, in place of narrow weights.
-        state: name of the state's matrix.
-    """
+def check_half_precision(layer: Callable[[torch.dtype], Any], autocast: bool) -> None:
+    """Six roundings to 8 bits lie on the way of a value; 6 * 2^-8 of the largest bounds them."""
     x = torch.randn(2, 23, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
     want: Tensor = layer(torch.float32)(x.float())
     if autocast:
@@ -30,7 +23,6 @@ def check_half_precision(
         got.sum().backward()
         assert got.dtype == torch.bfloat16
         assert all(p.grad is not None and p.grad.dtype == p.dtype for p in mixer.parameters())
-        empty = mixer.init_state(2, x.device, x.dtype)
-        assert getattr(empty, state).dtype == torch.float32
-        assert mixer.step(x[:, 0], empty)[0].dtype == torch.bfloat16
+        y, state = mixer.step(x[:, 0], mixer.init_state(2, x.device, x.dtype))
+        assert (y.dtype, state.scan.dtype) == (torch.bfloat16, torch.float32)
     assert (got.float() - want).abs().max() <= 6 * 2.0**-8 * want.abs().max()

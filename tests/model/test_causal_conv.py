@@ -7,12 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.causal_conv import (
-    Activation,
-    causal_conv,
-    causal_conv_sequential,
-    causal_conv_step,
-)
+from megacpp.kernels.causal_conv import Activation, causal_conv
+from megacpp.kernels.causal_conv_steps import causal_conv_sequential, causal_conv_step
 from megacpp.model.documents import Documents
 
 # Documents of one row, lengths 1 and below the kernel included.

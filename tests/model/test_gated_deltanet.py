@@ -147,7 +147,7 @@ def test_convolution_and_scan_are_all_that_looks_back() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["narrow weights", "autocast"])
 def test_half_precision_is_near(autocast: bool) -> None:
-    check_half_precision(lambda dtype: layer(dtype=dtype), autocast, "S_BNKV")
+    check_half_precision(lambda dtype: layer(dtype=dtype), autocast)
 
 
 def test_contract_parameters_stay_wide() -> None:

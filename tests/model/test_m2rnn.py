@@ -312,7 +312,7 @@ def test_contract_parameters_stay_wide() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["narrow weights", "autocast"])
 def test_half_precision_is_near(autocast: bool) -> None:
-    check_half_precision(lambda dtype: layer(dtype=dtype), autocast, "h_BNKV")
+    check_half_precision(lambda dtype: layer(dtype=dtype), autocast)
 
 
 def test_init_rules_cover_everything() -> None:
@@ -334,6 +334,6 @@ def test_meta_device_and_default_heads() -> None:
     with torch.device("meta"):
         mixer = M2RNN(ModelConfig(dim=192, m2rnn=M2RNNConfig(key_dim=32, value_dim=16)))
         y = mixer(torch.empty(2, 9, 192))
-    assert mixer.num_heads == 192 // (32 + 16) == 4
+    assert len(mixer.state_weight) == 192 // (32 + 16) == 4
     assert all(p.is_meta for p in mixer.parameters()) and y.shape == (2, 9, 192)
-    assert M2RNN(ModelConfig(dim=16)).num_heads == 1
+    assert len(M2RNN(ModelConfig(dim=16)).state_weight) == 1

@@ -130,6 +130,7 @@ def spy_on_scan(layer: Mamba3, monkeypatch: pytest.MonkeyPatch) -> dict[str, tor
         for name, x in {**vars(inputs), **vars(weights)}.items():
             if isinstance(x, Tensor):
                 seen[name] = x.dtype
+        assert isinstance(layer.scan, Mamba3Scan)
         return scan(layer.scan, inputs, weights, docs)
 
     monkeypatch.setattr(layer.scan, "forward", spy)
@@ -143,10 +144,10 @@ def exact_and_least_error(low: Mamba3, x_BTD: Tensor, variant: str) -> tuple[Ten
     exact = layer(x_BTD.double(), docs)
     project = layer._project
 
-    def rounded(x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        z, v, bc, rest = project(x_BTD)
-        z, v, bc, *rest = (y.bfloat16().double() for y in (z, v, bc, *rest))
-        return z, v, bc, tuple(rest)
+    def rounded(x_BTD: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+        channels, rest = project(x_BTD)
+        v, bc, *rest = (y.bfloat16().double() for y in (*channels, *rest))
+        return (v, bc), tuple(rest)
 
     layer._project = rounded  # type: ignore[method-assign]
     return exact, (layer(x_BTD.double(), docs) - exact).norm().item()

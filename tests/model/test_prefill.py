@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.generate import work
 from megacpp.config.presets import tiny
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.causal_conv import last_inputs
+from megacpp.kernels.causal_conv_steps import last_inputs
 from megacpp.model import token_cache
 from megacpp.model.decoding import decode, init_state, prefill
 from megacpp.model.hybrid import HybridLM

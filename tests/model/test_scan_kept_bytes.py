@@ -116,7 +116,8 @@ def per_token(layer: Mamba3 | M2RNN, regions: frozenset[Region], kind: str) -> f
 def expected_of_mamba(layer: Mamba3, dtype: torch.dtype, again: bool) -> float:
     m, e = layer.mamba, dtype.itemsize
     H, P, N, R, G, A = (
-        layer.num_heads, m.headdim, m.d_state, m.mimo_rank, m.ngroups, layer.num_angles
+        len(layer.D), m.headdim, m.d_state, m.mimo_rank, m.ngroups,
+        layer.in_angles.out_features
     )  # fmt: skip
     W, S = H * P, 2 * R * G * N
     projections = e * (W + W + S + 3 * H + A)  # z, x and the thin ones in one product
@@ -151,7 +152,7 @@ def test_what_mamba_keeps(name: str, dtype: torch.dtype, kind: str) -> None:
 
 
 def expected_of_m2rnn(layer: M2RNN, dtype: torch.dtype, again: bool) -> float:
-    e, N, K, V = dtype.itemsize, layer.num_heads, layer.key_dim, layer.value_dim
+    e, N, K, V = dtype.itemsize, len(layer.state_weight), layer.key_dim, layer.value_dim
     X, Y = N * V, layer.in_q.out_features + layer.in_k.out_features
     projections = e * (Y + N + X + X)  # q, k and forget in one product, v, gate
     forget = FP32 * 3 * N  # what softplus is taken of, what it gives, the value
@@ -174,7 +175,7 @@ def test_what_m2rnn_keeps(dtype: torch.dtype, keep_states: bool) -> None:
 def test_nothing_kept_has_a_row_of_a_chunk_for_every_token(name: str) -> None:
     """With 32 tokens of a chunk and as many rows, pairs would be the largest by far."""
     layer = mamba(name, torch.float32, chunk=T)
-    R, H, N, P = layer.mamba.mimo_rank, layer.num_heads, layer.mamba.d_state, layer.mamba.headdim
+    R, H, N, P = layer.mamba.mimo_rank, len(layer.D), layer.mamba.d_state, layer.mamba.headdim
     widest = max(N, P) * R * H * FP32
     assert widest < T * H * FP32 * R
     for regions in CONV_BC:

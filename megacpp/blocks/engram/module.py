@@ -28,7 +28,7 @@ from megacpp.blocks.engram.config import EngramConfig
 from megacpp.blocks.engram.sizes import engram_primes, memory_width, table_rows
 from megacpp.blocks.ngram.hashing import PAD, hashed_orders, odd_multipliers
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
+from megacpp.kernels.causal_conv_steps import causal_conv_step, last_inputs
 from megacpp.kernels.memory_gate import memory_gate
 from megacpp.kernels.rms_norm import rms_norm
 from megacpp.model.beside import tokens_beside

@@ -11,8 +11,9 @@ head), K key, V value, C convolved channels q | k | v, X = N V.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +23,6 @@ from megacpp.blocks.gated_deltanet.descriptor import GATED_DELTANET
 from megacpp.blocks.gated_deltanet.scan import NO_WEIGHTS, DeltaInputs, GatedDeltaScan
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
-from megacpp.kernels.gated_delta_rule.reference import gated_delta_step
 from megacpp.kernels.linears import linears
 from megacpp.kernels.recurrent_gates import decay, gated_ranks
 from megacpp.model.documents import Documents
@@ -32,19 +31,13 @@ from megacpp.model.init import LogUniform, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute
+from megacpp.model.recurrent_decoding import RecurrentDecoding
+from megacpp.model.scan import HeadTensors
 from megacpp.model.short_conv import Convolve, ShortConv, stacked
 from megacpp.torch_extras import wide
 
 
-@dataclass(frozen=True)
-class GatedDeltaState:
-    """State that decoding carries from token to token."""
-
-    S_BNKV: Tensor  # at least fp32
-    taps_BCJ: Tensor  # the last conv_kernel - 1 inputs of the convolution
-
-
-class GatedDeltaNet(Fp32Contract):
+class GatedDeltaNet(RecurrentDecoding, Fp32Contract):
     """G block mixer, `[B, T, D]` to `[B, T, D]`.
 
     out = out_proj(norm(o) * silu(z)), with o from the gated delta rule over q, k, v, the log decay
@@ -80,52 +73,20 @@ class GatedDeltaNet(Fp32Contract):
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """Return the output `[B, T, D]`; convolution and state restart at every document."""
-        q, k, v, z_BTX, b_BTN, a_BTN = self._project(x_BTD)
-        weight_C1K = stacked(self.conv_q, self.conv_k, self.conv_v)
-        qkv_BTC = self.convolve(torch.cat([q, k, v], -1), weight_C1K, docs)
-        q, k, v = qkv_BTC.split([q.shape[-1], k.shape[-1], v.shape[-1]], -1)
-        o_BTNV = self.scan(self._inputs(q, k, v, b_BTN, a_BTN), NO_WEIGHTS, docs)
-        return self._output(o_BTNV, z_BTX).to(x_BTD.dtype)
+        qkv, rest = self._project(x_BTD)
+        weight_C1K = stacked(*self._convs().values())
+        qkv_BTC = self.convolve(torch.cat(qkv, -1), weight_C1K, docs)
+        qkv = qkv_BTC.split([part.shape[-1] for part in qkv], -1)
+        inputs, rest = self._inputs(qkv, rest)
+        o_BTNV = self.scan(inputs, self.head_weights(), docs)
+        return self._output(o_BTNV, inputs, rest).to(x_BTD.dtype)
 
-    def init_state(
-        self, batch_size: int, device: torch.device | str, dtype: torch.dtype
-    ) -> GatedDeltaState:
-        """Return the state of `batch_size` empty documents; `dtype` is that of the activations."""
-        g = self.delta
-        shape = batch_size, g.num_value_heads, g.key_dim, g.value_dim
-        state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        channels = sum(conv.num_channels for conv in (self.conv_q, self.conv_k, self.conv_v))
-        return GatedDeltaState(
-            torch.zeros(shape, dtype=state_dtype, device=device),
-            torch.zeros(batch_size, channels, g.conv_kernel - 1, dtype=dtype, device=device),
-        )
-
-    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, GatedDeltaState]:
-        """Return the output `[B, T, D]` of rows of one document each, and the state behind them."""
-        q, k, v, z_BTX, b_BTN, a_BTN = self._project(x_BTD)
-        qkv_BTC = torch.cat([q, k, v], -1)
-        taps = last_inputs(qkv_BTC, self.delta.conv_kernel - 1)
-        qkv_BTC = self.convolve(qkv_BTC, stacked(self.conv_q, self.conv_k, self.conv_v), docs)
-        q, k, v = qkv_BTC.split([q.shape[-1], k.shape[-1], v.shape[-1]], -1)
-        assert isinstance(self.scan, GatedDeltaScan)
-        o_BTNV, S_BNKV = self.scan.with_state(self._inputs(q, k, v, b_BTN, a_BTN), docs)
-        return self._output(o_BTNV, z_BTX).to(x_BTD.dtype), GatedDeltaState(S_BNKV, taps)
-
-    def step(self, x_BD: Tensor, state: GatedDeltaState) -> tuple[Tensor, GatedDeltaState]:
-        """Decode one token: return the output `[B, D]` and the next state."""
-        q, k, v, z_BX, b_BN, a_BN = self._project(x_BD)
-        weight_C1K = stacked(self.conv_q, self.conv_k, self.conv_v)
-        qkv_BC, taps = causal_conv_step(torch.cat([q, k, v], -1), state.taps_BCJ, weight_C1K)
-        q, k, v = qkv_BC.split([q.shape[-1], k.shape[-1], v.shape[-1]], -1)
-        inputs = self._inputs(q, k, v, b_BN, a_BN)
-        o_BNV, S_BNKV = gated_delta_step(*inputs.in_order(), state.S_BNKV)
-        z_B1X = None if z_BX is None else z_BX[:, None]
-        y_BD = self._output(o_BNV[:, None], z_B1X)[:, 0]
-        return y_BD.to(x_BD.dtype), GatedDeltaState(S_BNKV, taps)
+    def head_weights(self) -> HeadTensors:
+        """Return the scan's parameters: none."""
+        return NO_WEIGHTS
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter, by name below the mixer."""
-        convs = {"conv_q": self.conv_q, "conv_k": self.conv_k, "conv_v": self.conv_v}
         rules: dict[str, Rule] = {
             "A_log": LogUniform(0.0, 16.0),
             "dt_bias": TimeStepBias(1e-3, 0.1, 1e-4),
@@ -134,29 +95,37 @@ class GatedDeltaNet(Fp32Contract):
         }
         into = (name for name in GATED_DELTANET.rows(self.config) if name.startswith("in_"))
         rules |= {name: input_rule(self.config) for name in into}
-        return rules | {f"{name}.weight": conv.rule() for name, conv in convs.items()}
+        return rules | {f"{name}.weight": conv.rule() for name, conv in self._convs().items()}
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-        """Return q, k, v, z, b and a of `[..., D]`; the thin b and a in one product."""
+    def _convs(self) -> dict[str, ShortConv]:
+        """Return the short convolutions, in the order of the channels."""
+        return {"conv_q": self.conv_q, "conv_k": self.conv_k, "conv_v": self.conv_v}
+
+    def _project(self, x_BTD: Tensor) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """Return q, k and v, and the rest: z, b and a; the thin b and a in one product."""
         thin = self.in_b.weight, self.in_a.weight
         gate = () if self.in_z is None else (self.in_z,)
         given = {"thin": torch.cat(thin), "linear": self.linear}
-        q, k, v, *z, ba = linears(x, self.in_q, self.in_k, self.in_v, *gate, **given)
+        q, k, v, *z, ba = linears(x_BTD, self.in_q, self.in_k, self.in_v, *gate, **given)
         b, a = ba.split([len(w) for w in thin], -1)
-        return q, k, v, z[0] if z else None, b, a
+        return (q, k, v), (z[0] if z else None, b, a)
 
-    def _inputs(self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor) -> DeltaInputs:
-        """Tensors of the scan by head, from convolved channels `[..., H K]`, `[..., N V]`."""
+    def _inputs(
+        self, channels: Sequence[Tensor], rest: tuple[Any, ...]
+    ) -> tuple[DeltaInputs, Tensor | None]:
+        """Return tensors of the scan by head, and the output's gate."""
+        (q, k, v), (z_BTX, b, a) = channels, rest
         beta = torch.sigmoid(wide(b))
-        return DeltaInputs(
+        inputs = DeltaInputs(
             q.unflatten(-1, (-1, self.delta.key_dim)),
             k.unflatten(-1, (-1, self.delta.key_dim)),
             v.unflatten(-1, (-1, self.delta.value_dim)),
             decay(a, self.A_log, self.dt_bias, False, self.kernels.gates),
             2 * beta if self.delta.allow_neg_eigval else beta,
         )
+        return inputs, z_BTX
 
-    def _output(self, o_BTNV: Tensor, z_BTX: Tensor | None) -> Tensor:
+    def _output(self, o_BTNV: Tensor, _: DeltaInputs, z_BTX: Tensor | None) -> Tensor:
         """Norm each head, gate it, and project it to the stream."""
         how = {"norm_eps": self.norm.eps, "dtype": o_BTNV.dtype, "backend": self.kernels.gates}
         gated_BTNV = self.recompute(

@@ -1,4 +1,4 @@
-"""Scan of Gated DeltaNet over whole rows, and over segments whose entering states are folded.
+"""Scan of Gated DeltaNet over whole rows, by token, and over segments that a fold joins.
 
 Legend: B rows, T tokens of a row, H key heads, N value heads, K key, V value, S segments, L of them
 in a row.
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.gated_delta_rule.chunks import gated_delta_rule
+from megacpp.kernels.gated_delta_rule.reference import gated_delta_step
 from megacpp.kernels.gated_delta_rule.segments import DeltaRuleSummary, DeltaState, fold, summarize
 from megacpp.model.documents import Documents
 from megacpp.model.scan import HeadTensors, TokenTensors
+from megacpp.torch_extras import wide
 
 NO_WEIGHTS = HeadTensors()
 
@@ -63,10 +65,29 @@ class GatedDeltaScan(nn.Module):
         given = *inputs.in_order(), docs, initial_BNKV, self.chunk_size
         return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)[0]
 
-    def with_state(self, inputs: DeltaInputs, docs: Documents) -> tuple[Tensor, Tensor]:
-        """Return outputs, and the state `[B, N, K, V]` behind each row, which is one document."""
-        given = *inputs.in_order(), docs, None, self.chunk_size
-        return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)
+    def extend(
+        self,
+        inputs: DeltaInputs,
+        weights: HeadTensors,
+        state: Tensor | None,
+        docs: Documents | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return outputs of tokens behind a state, and the state `[B, N, K, V]` behind them.
+
+        Args:
+            inputs: of a prompt, or of one token.
+            weights: none.
+            state: in front of the token; None: zeros.
+            docs: documents of a prompt, one a row; None: it is one token.
+        """
+        if docs is not None:
+            given = *inputs.in_order(), docs, None, self.chunk_size
+            return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)
+        (B, _, N, V), K = inputs.v_BTNV.shape, inputs.k_BTHK.shape[-1]
+        S_BNKV = wide(inputs.v_BTNV).new_zeros(B, N, K, V) if state is None else state
+        q, k, v, g, beta = (x[:, 0] for x in inputs.in_order())
+        o_BNV, S_BNKV = gated_delta_step(q, k, v, g, beta, S_BNKV)
+        return o_BNV[:, None], S_BNKV
 
     def summarize(
         self, inputs: DeltaInputs, weights: HeadTensors, docs: Documents

@@ -11,7 +11,7 @@ V value, C convolved channels, Y the channels q heads * K | k heads * K, X = N *
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,8 @@ from megacpp.blocks.m2rnn.descriptor import M2RNN_KIND
 from megacpp.blocks.m2rnn.scan import M2RNNInputs, M2RNNScan, M2RNNWeights
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.linears import linears
 from megacpp.kernels.m2rnn.chunks import StateClip
-from megacpp.kernels.m2rnn.reference import m2rnn_step
 from megacpp.kernels.recurrent_gates import decay, gated_residual
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract
@@ -32,16 +30,9 @@ from megacpp.model.init import Constant, Identity, LogUniform, Rule, TimeStepBia
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import NormOverHeads
 from megacpp.model.recompute import PLAIN, Recompute
+from megacpp.model.recurrent_decoding import RecurrentDecoding
 from megacpp.model.scan import SequenceScan
 from megacpp.model.short_conv import Convolve, ShortConv, stacked
-
-
-@dataclass(frozen=True)
-class M2RNNState:
-    """State that decoding carries from token to token."""
-
-    h_BNKV: Tensor  # at least fp32
-    taps_BCJ: Tensor  # the last conv_kernel - 1 inputs of the convolution
 
 
 class DecayGate(Fp32Contract):
@@ -63,7 +54,7 @@ class DecayGate(Fp32Contract):
         return {"A_log": LogUniform(0.0, 16.0), "dt_bias": TimeStepBias(1e-3, 0.1, 1e-4)}
 
 
-class M2RNN(Fp32Contract):
+class M2RNN(RecurrentDecoding, Fp32Contract):
     """R block mixer, `[B, T, D]` to `[B, T, D]`.
 
     out = output_projection(norm((y + v D) * silu(g))), with y from the recurrence over q, k, v and
@@ -80,7 +71,7 @@ class M2RNN(Fp32Contract):
         r = config.m2rnn
         rows = M2RNN_KIND.rows(config)
         N = rows["in_forget.weight"]  # of the whole layer; forward goes by what its weights hold
-        self.num_heads, self.key_dim, self.value_dim = N, r.key_dim, r.value_dim
+        self.key_dim, self.value_dim = r.key_dim, r.value_dim
         clip = None if r.gradient_clip is None else StateClip(r.gradient_clip, r.clip_mode)
         self.scan: SequenceScan = M2RNNScan(r.chunk_size, clip)
         self.convolve = Convolve()
@@ -104,64 +95,33 @@ class M2RNN(Fp32Contract):
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """Return the output `[B, T, D]`; convolution and state restart at every document."""
-        qk_BTY, v_BTX, f_BTN, g_BTX, q_rows = self._project(x_BTD)
+        (qk_BTY, v_BTX), rest = self._project(x_BTD)
         qk_BTY = self.convolve(qk_BTY, stacked(self.conv_q, self.conv_k), docs)
         v_BTX = self.convolve(v_BTX, self.conv_v.weight, docs)
-        q_BTNK, k_BTNK, v_BTNV = self._heads(qk_BTY, v_BTX, q_rows)
-        f_BTN = self.decay_gate(f_BTN)
-        inputs = M2RNNInputs(q_BTNK, k_BTNK, v_BTNV, f_BTN)
-        y_BTNV = self.scan(inputs, M2RNNWeights(self.state_weight), docs)
-        return self._output(y_BTNV, v_BTNV, g_BTX).to(x_BTD.dtype)
+        inputs, rest = self._inputs((qk_BTY, v_BTX), rest)
+        y_BTNV = self.scan(inputs, self.head_weights(), docs)
+        return self._output(y_BTNV, inputs, rest).to(x_BTD.dtype)
 
-    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> M2RNNState:
-        """Return the state of `batch_size` empty documents."""
-        wide_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        h_shape = batch_size, self.num_heads, self.key_dim, self.value_dim
-        convs = self.conv_q, self.conv_k, self.conv_v
-        taps_shape = batch_size, sum(c.num_channels for c in convs), self.conv_v.num_taps - 1
-        return M2RNNState(
-            torch.zeros(h_shape, dtype=wide_dtype, device=device),
-            torch.zeros(taps_shape, dtype=dtype, device=device),
-        )
-
-    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, M2RNNState]:
-        """Return the output `[B, T, D]` of rows of one document each, and the state behind them."""
-        qk_BTY, v_BTX, f_BTN, g_BTX, q_rows = self._project(x_BTD)
-        taps_BCJ = last_inputs(torch.cat([qk_BTY, v_BTX], -1), self.conv_v.num_taps - 1)
-        qk_BTY = self.convolve(qk_BTY, stacked(self.conv_q, self.conv_k), docs)
-        v_BTX = self.convolve(v_BTX, self.conv_v.weight, docs)
-        q_BTNK, k_BTNK, v_BTNV = self._heads(qk_BTY, v_BTX, q_rows)
-        inputs = M2RNNInputs(q_BTNK, k_BTNK, v_BTNV, self.decay_gate(f_BTN))
-        assert isinstance(self.scan, M2RNNScan)
-        y_BTNV, h_BNKV = self.scan.with_state(inputs, M2RNNWeights(self.state_weight), docs)
-        return self._output(y_BTNV, v_BTNV, g_BTX).to(x_BTD.dtype), M2RNNState(h_BNKV, taps_BCJ)
-
-    def step(self, x_BD: Tensor, state: M2RNNState) -> tuple[Tensor, M2RNNState]:
-        """Decode one token: return the output `[B, D]` and the next state."""
-        qk_BY, v_BX, f_BN, g_BX, q_rows = self._project(x_BD)
-        weight_C1J = stacked(self.conv_q, self.conv_k, self.conv_v)
-        qkv_BC = torch.cat([qk_BY, v_BX], -1)
-        qkv_BC, taps_BCJ = causal_conv_step(qkv_BC, state.taps_BCJ, weight_C1J)
-        qk_BY, v_BX = qkv_BC.split([qk_BY.shape[-1], v_BX.shape[-1]], -1)
-        q_BNK, k_BNK, v_BNV = self._heads(qk_BY, v_BX, q_rows)
-        y_BNV, h_BNKV = m2rnn_step(
-            q_BNK, k_BNK, v_BNV, self.decay_gate(f_BN), self.state_weight, state.h_BNKV
-        )
-        return self._output(y_BNV, v_BNV, g_BX).to(x_BD.dtype), M2RNNState(h_BNKV, taps_BCJ)
+    def head_weights(self) -> M2RNNWeights:
+        """Return the scan's parameter, under the fp32 contract."""
+        return M2RNNWeights(self.state_weight)
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter, by name below the mixer."""
         children = {"decay_gate": self.decay_gate, "g_norm": self.g_norm}
-        convs = {"conv_q": self.conv_q, "conv_k": self.conv_k, "conv_v": self.conv_v}
         rules: dict[str, Rule] = {"state_weight": Identity(), "D": Constant(1.0)}
         rules |= self._linear_rules
-        rules |= {f"{name}.weight": conv.rule() for name, conv in convs.items()}
+        rules |= {f"{name}.weight": conv.rule() for name, conv in self._convs().items()}
         for prefix, child in children.items():
             rules |= {f"{prefix}.{name}": rule for name, rule in child.init_rules().items()}
         return rules
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-        """Return the channels q | k, v, forget, gate, and the number of channels of q.
+    def _convs(self) -> dict[str, ShortConv]:
+        """Return the short convolutions, in the order of the channels."""
+        return {"conv_q": self.conv_q, "conv_k": self.conv_k, "conv_v": self.conv_v}
+
+    def _project(self, x_BTD: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, int]]:
+        """Return the channels q | k and v, and the rest: forget, gate, number of channels of q.
 
         q, k and forget read x in one product: all heads share a q and a k, so together they are a
         matrix worth its launch, and copying their few rows is cheap.
@@ -169,18 +129,26 @@ class M2RNN(Fp32Contract):
         thin = self.in_q.weight, self.in_k.weight, self.in_forget.weight
         q, k, f = (len(w) for w in thin)
         given = {"thin": torch.cat(thin), "linear": self.linear}
-        v_BTX, gate_BTX, thin_BT = linears(x, self.in_v, self.in_gate, **given)
+        v_BTX, gate_BTX, thin_BT = linears(x_BTD, self.in_v, self.in_gate, **given)
         qk_BTY, f_BTN = thin_BT.split([q + k, f], -1)
-        return qk_BTY, v_BTX, f_BTN, gate_BTX, q
+        return (qk_BTY, v_BTX), (f_BTN, gate_BTX, q)
 
-    def _heads(self, qk: Tensor, v: Tensor, q_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q `[..., q heads, K]`, k `[..., k heads, K]` and v `[..., N, V]`."""
-        q, k = qk.split([q_rows, qk.shape[-1] - q_rows], -1)
-        heads = -1, self.key_dim
-        return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, (-1, self.value_dim))
+    def _inputs(
+        self, channels: Sequence[Tensor], rest: tuple[Tensor, Tensor, int]
+    ) -> tuple[M2RNNInputs, Tensor]:
+        """Return q, k and v by head with the forget gate, and the output's gate."""
+        (qk_BTY, v_BTX), (f_BTN, gate_BTX, q_rows) = channels, rest
+        q_BTY, k_BTY = qk_BTY.split([q_rows, qk_BTY.shape[-1] - q_rows], -1)
+        inputs = M2RNNInputs(
+            q_BTY.unflatten(-1, (-1, self.key_dim)),
+            k_BTY.unflatten(-1, (-1, self.key_dim)),
+            v_BTX.unflatten(-1, (-1, self.value_dim)),
+            self.decay_gate(f_BTN),
+        )
+        return inputs, gate_BTX
 
-    def _output(self, y: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        """Add the residual, gate, norm and project to the stream; y and v `[..., N, V]`."""
-        given = y, v, self.D, g, self.kernels.gates
+    def _output(self, y_BTNV: Tensor, inputs: M2RNNInputs, g_BTX: Tensor) -> Tensor:
+        """Add the residual, gate, norm and project to the stream."""
+        given = y_BTNV, inputs.v_BTNV, self.D, g_BTX, self.kernels.gates
         gated = self.recompute("conv_bc", gated_residual, *given)
-        return self.output_projection(self.g_norm(gated).to(g.dtype))
+        return self.output_projection(self.g_norm(gated).to(g_BTX.dtype))

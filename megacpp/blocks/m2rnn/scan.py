@@ -1,4 +1,4 @@
-"""Scan of M2RNN over whole rows, and over a part of each row that a state enters.
+"""Scan of M2RNN over whole rows, by token, and over a part of each row that a state enters.
 
 Legend: B rows, T tokens of a row, N heads, K key, V value.
 """
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.m2rnn.backends import m2rnn_carried, m2rnn_chunked
 from megacpp.kernels.m2rnn.chunks import StateClip
+from megacpp.kernels.m2rnn.reference import m2rnn_step
 from megacpp.model.documents import Documents
 from megacpp.model.scan import HeadTensors, TokenTensors
 from megacpp.torch_extras import wide
@@ -62,11 +63,27 @@ class M2RNNScan(nn.Module):
         )
         return y_BTNV
 
-    def with_state(
-        self, inputs: M2RNNInputs, weights: M2RNNWeights, docs: Documents
+    def extend(
+        self,
+        inputs: M2RNNInputs,
+        weights: M2RNNWeights,
+        state: Tensor | None,
+        docs: Documents | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return outputs, and the state `[B, N, K, V]` behind each row, which is one document."""
-        return self.carried(inputs, weights, docs, self.empty_state(inputs, weights))
+        """Return outputs of tokens behind a state, and the state `[B, N, K, V]` behind them.
+
+        Args:
+            inputs: of a prompt, or of one token.
+            weights: state weight.
+            state: in front of the token; None: zeros.
+            docs: documents of a prompt, one a row; None: it is one token.
+        """
+        h_BNKV = self.empty_state(inputs, weights) if state is None else state
+        if docs is not None:
+            return self.carried(inputs, weights, docs, h_BNKV)
+        q, k, v, f = (x[:, 0] for x in inputs.tensors().values())
+        y_BNV, h_BNKV = m2rnn_step(q, k, v, f, weights.w_NVV, h_BNKV)
+        return y_BNV[:, None], h_BNKV
 
     def empty_state(self, inputs: M2RNNInputs, weights: M2RNNWeights) -> Tensor:
         """Zeros `[B, N, K, V]`, at least fp32."""

@@ -12,7 +12,8 @@ channels B | C, 2 R G N of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +23,8 @@ from megacpp.blocks.mamba3.descriptor import MAMBA3
 from megacpp.blocks.mamba3.scan import Mamba3Scan
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.linears import linears
-from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
-from megacpp.kernels.mamba3.reference import mamba3_step
+from megacpp.kernels.mamba3.inputs import HeadWeights, Pairing, ScanInputs
 from megacpp.kernels.recurrent_gates import steps
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.fp32 import Fp32Contract
@@ -33,19 +32,12 @@ from megacpp.model.init import Constant, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute
+from megacpp.model.recurrent_decoding import RecurrentDecoding
 from megacpp.model.scan import SequenceScan
 from megacpp.model.short_conv import Convolve, ShortConv, stacked
 
 
-@dataclass(frozen=True, eq=False)
-class Mamba3Decode:
-    """Decoding state of a layer: the scan's, and the convolution's last inputs if there is one."""
-
-    scan: Mamba3State
-    taps_BCK1: Tensor | None
-
-
-class Mamba3(Fp32Contract):
+class Mamba3(RecurrentDecoding, Fp32Contract):
     """Mixer x -> in_* -> [short conv] -> scan over documents -> out_proj, all `[B, T, D]`."""
 
     recompute: Recompute = PLAIN
@@ -58,13 +50,11 @@ class Mamba3(Fp32Contract):
         m = config.mamba3
         self.config, self.mamba = config, m
         rows = MAMBA3.rows(config)
-        # Of the whole layer, for decoding; forward goes by what its weights hold.
-        self.num_heads, self.num_angles = rows["in_dt.weight"], rows["in_angles.weight"]
         # The authors' kernels pair (2i, 2i + 1) in SISO and (i, i + N/2) in MIMO.
         self.pairing: Pairing = "half" if m.mimo_rank > 1 else "interleaved"
         self.scan: SequenceScan = Mamba3Scan(self.pairing, m.chunk_size)
         self.convolve = Convolve()
-        H, R, N, P = self.num_heads, m.mimo_rank, m.d_state, m.headdim
+        H, R, N, P = rows["in_dt.weight"], m.mimo_rank, m.d_state, m.headdim
         self.in_z = nn.Linear(config.dim, rows["in_z.weight"], bias=False)
         self.in_x = nn.Linear(config.dim, rows["in_x.weight"], bias=False)
         self.in_B = nn.Linear(config.dim, rows["in_B.weight"], bias=False)
@@ -72,7 +62,7 @@ class Mamba3(Fp32Contract):
         self.in_dt = nn.Linear(config.dim, H, bias=False)
         self.in_A = nn.Linear(config.dim, H, bias=False)
         self.in_trap = nn.Linear(config.dim, H, bias=False)
-        self.in_angles = nn.Linear(config.dim, self.num_angles, bias=False)
+        self.in_angles = nn.Linear(config.dim, rows["in_angles.weight"], bias=False)
         if m.conv_kernel:
             self.conv_x = ShortConv(rows["in_x.weight"], m.conv_kernel)
             self.conv_B = ShortConv(rows["in_B.weight"], m.conv_kernel)
@@ -93,13 +83,13 @@ class Mamba3(Fp32Contract):
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """Return the output `[B, T, D]`; the recurrence restarts where documents start."""
         docs = documents_of(x_BTD, docs)
-        z_BTW, v_BTW, bc_BTS, rest = self._project(x_BTD)
+        (v_BTW, bc_BTS), rest = self._project(x_BTD)
         if self.mamba.conv_kernel:
             v_BTW = self.convolve(v_BTW, self.conv_x.weight, docs)
             bc_BTS = self.convolve(bc_BTS, stacked(self.conv_B, self.conv_C), docs)
-        inputs = self._inputs(z_BTW, v_BTW, bc_BTS, rest)
+        inputs, _ = self._inputs((v_BTW, bc_BTS), rest)
         y_BTHP = self.scan(inputs, self.head_weights(), docs)
-        return self.out_proj(y_BTHP.flatten(2)).to(x_BTD.dtype)
+        return self._output(y_BTHP).to(x_BTD.dtype)
 
     def head_weights(self) -> HeadWeights:
         """Return the scan's parameters, all under the fp32 contract."""
@@ -114,45 +104,6 @@ class Mamba3(Fp32Contract):
             norm=None if self.norm is None else self._by_head(self.norm.weight),
             norm_eps=self.config.norm_eps,
         )
-
-    def init_state(
-        self, batch_size: int, device: torch.device | str, dtype: torch.dtype
-    ) -> Mamba3Decode:
-        """Return the state in front of the first token; `dtype` is that of the activations."""
-        m = self.mamba
-        v_BHP = torch.zeros(batch_size, self.num_heads, m.headdim, device=device, dtype=dtype)
-        taps = None
-        if m.conv_kernel:
-            channels = self.in_x.out_features + self.in_B.out_features + self.in_C.out_features
-            taps = v_BHP.new_zeros(batch_size, channels, m.conv_kernel - 1)
-        return Mamba3Decode(Mamba3State.zeros(v_BHP, self.num_angles, m.mimo_rank, m.d_state), taps)
-
-    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, Mamba3Decode]:
-        """Return the output `[B, T, D]` of rows of one document each, and the state behind them."""
-        z_BTW, v_BTW, bc_BTS, rest = self._project(x_BTD)
-        taps = None
-        if self.mamba.conv_kernel:
-            taps = last_inputs(torch.cat([v_BTW, bc_BTS], -1), self.mamba.conv_kernel - 1)
-            v_BTW = self.convolve(v_BTW, self.conv_x.weight, docs)
-            bc_BTS = self.convolve(bc_BTS, stacked(self.conv_B, self.conv_C), docs)
-        inputs = self._inputs(z_BTW, v_BTW, bc_BTS, rest)
-        assert isinstance(self.scan, Mamba3Scan)
-        y_BTHP, scan = self.scan.with_state(inputs, self.head_weights(), docs)
-        return self.out_proj(y_BTHP.flatten(2)).to(x_BTD.dtype), Mamba3Decode(scan, taps)
-
-    def step(self, x_BD: Tensor, state: Mamba3Decode) -> tuple[Tensor, Mamba3Decode]:
-        """Decode one token: return the output `[B, D]` and the next state, at a constant cost."""
-        z_B1W, v_B1W, bc_B1S, rest = self._project(x_BD[:, None])
-        taps = state.taps_BCK1
-        if self.mamba.conv_kernel:
-            assert taps is not None
-            weight_C1K = stacked(self.conv_x, self.conv_B, self.conv_C)
-            vbc_BC, taps = causal_conv_step(torch.cat([v_B1W, bc_B1S], -1)[:, 0], taps, weight_C1K)
-            v_B1W, bc_B1S = vbc_BC[:, None].split([v_B1W.shape[-1], bc_B1S.shape[-1]], -1)
-        inputs = self._inputs(z_B1W, v_B1W, bc_B1S, rest)
-        y_B1HP, scan = mamba3_step(inputs, self.head_weights(), state.scan, self.pairing)
-        y_BD = self.out_proj(y_B1HP.flatten(1)).to(x_BD.dtype)
-        return y_BD, Mamba3Decode(scan, taps)
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter, by name below the mixer."""
@@ -173,13 +124,16 @@ class Mamba3(Fp32Contract):
             rules |= {"mimo_x": share, "mimo_z": Constant(1.0), "mimo_o": share}
         if self.norm is not None:
             rules["norm.weight"] = Constant(1.0)
-        if m.conv_kernel:
-            convs = {"conv_x": self.conv_x, "conv_B": self.conv_B, "conv_C": self.conv_C}
-            rules |= {f"{name}.weight": conv.rule() for name, conv in convs.items()}
-        return rules
+        return rules | {f"{name}.weight": conv.rule() for name, conv in self._convs().items()}
 
-    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return z, x (the scan's V), the channels B | C, and the rest: dt, A, trap, angles.
+    def _convs(self) -> dict[str, ShortConv]:
+        """Return the short convolutions, in the order of the channels."""
+        if not self.mamba.conv_kernel:
+            return {}
+        return {"conv_x": self.conv_x, "conv_B": self.conv_B, "conv_C": self.conv_C}
+
+    def _project(self, x_BTD: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+        """Return x (the scan's V) and the channels B | C, and the rest: z, dt, A, trap, angles.
 
         The thin parts read x_BTD in one product: together they are a matrix worth its launch, and
         copying their few rows is cheap. z and x are wide; backward would keep a copy of both.
@@ -190,15 +144,15 @@ class Mamba3(Fp32Contract):
         given = {"thin": torch.cat([*bc, *rest]), "linear": self.linear}
         z_BTW, v_BTW, thin_BTX = linears(x_BTD, self.in_z, self.in_x, **given)
         bc_BTS, *rest_BT = thin_BTX.split(widths, -1)
-        return z_BTW, v_BTW, bc_BTS, tuple(rest_BT)
+        return (v_BTW, bc_BTS), (z_BTW, *rest_BT)
 
     def _inputs(
-        self, z_BTW: Tensor, v_BTW: Tensor, bc_BTS: Tensor, rest: tuple[Tensor, ...]
-    ) -> ScanInputs:
-        """Return the inputs of the scan, from the projections."""
-        dt_BTH, a_BTH, trap_BTH, angles_BTA = rest
+        self, channels: Sequence[Tensor], rest: tuple[Tensor, ...]
+    ) -> tuple[ScanInputs, None]:
+        """Return the inputs of the scan, from the convolved channels and the rest."""
+        (v_BTW, bc_BTS), (z_BTW, dt_BTH, a_BTH, trap_BTH, angles_BTA) = channels, rest
         Q, K, ADT_BHT, DT_BHT = self.recompute("conv_bc", self._steps, bc_BTS, dt_BTH, a_BTH)
-        return ScanInputs(
+        inputs = ScanInputs(
             Q=Q,
             K=K,
             V=self._by_head(v_BTW),
@@ -208,6 +162,7 @@ class Mamba3(Fp32Contract):
             Trap=trap_BTH.mT,
             Angles=angles_BTA[:, :, None],
         )
+        return inputs, None
 
     def _steps(self, bc_BTS: Tensor, dt_BTH: Tensor, a_BTH: Tensor) -> tuple[Tensor, ...]:
         """Return normed C and B, and in fp32 the log decay A dt and the step dt."""
@@ -217,6 +172,10 @@ class Mamba3(Fp32Contract):
         ADT_BHT, DT_BHT = steps(dt_BTH, a_BTH, self.dt_bias, *how)
         Q, K = C_BTC.unflatten(-1, shape), B_BTC.unflatten(-1, shape)
         return self.C_norm(Q), self.B_norm(K), ADT_BHT, DT_BHT
+
+    def _output(self, y_BTHP: Tensor, *_: Any) -> Tensor:
+        """Project all heads to the stream."""
+        return self.out_proj(y_BTHP.flatten(2))
 
     def _by_head(self, x_W: Tensor) -> Tensor:
         """Return `[..., H P]` as `[..., H, P]`, for any number of heads."""

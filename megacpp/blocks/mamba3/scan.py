@@ -1,4 +1,4 @@
-"""Scan of Mamba-3 over whole rows, and over segments whose entering states are folded.
+"""Scan of Mamba-3 over whole rows, by token, and over segments whose entering states are folded.
 
 Legend: B rows, T tokens of a row, H heads, P head dim, S segments, L segments of a row.
 """
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.mamba3.chunks import mamba3_scan
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.kernels.mamba3.reference import mamba3_step
 from megacpp.kernels.mamba3.segments import SegmentSummary, fold, summarize
 from megacpp.model.documents import Documents
 from megacpp.model.recompute import PLAIN, Recompute
@@ -46,10 +47,23 @@ class Mamba3Scan(nn.Module):
         given = (inputs, weights, docs, self.pairing, self.chunk_size, entering)
         return mamba3_scan(*given, recompute=self.recompute, backend=self.kernels.mamba3)[0]
 
-    def with_state(
-        self, inputs: ScanInputs, weights: HeadWeights, docs: Documents
+    def extend(
+        self,
+        inputs: ScanInputs,
+        weights: HeadWeights,
+        state: Mamba3State | None,
+        docs: Documents | None,
     ) -> tuple[Tensor, Mamba3State]:
-        """Return outputs, and the state behind each row, which is one document."""
+        """Return outputs of tokens behind a state, and the state behind them.
+
+        Args:
+            inputs: of a prompt, or of one token.
+            weights: of the heads.
+            state: in front of the token; None: zeros.
+            docs: documents of a prompt, one a row; None: it is one token.
+        """
+        if docs is None:
+            return mamba3_step(inputs, weights, state, self.pairing)
         given = inputs, weights, docs, self.pairing, self.chunk_size
         y_BTHP, state = mamba3_scan(*given, backend=self.kernels.mamba3, with_state=True)
         assert state is not None

@@ -33,18 +33,20 @@ from megacpp.torch_extras import wide
 
 
 def mamba3_step(
-    inputs: ScanInputs, weights: HeadWeights, state: Mamba3State, pairing: Pairing
+    inputs: ScanInputs, weights: HeadWeights, state: Mamba3State | None, pairing: Pairing
 ) -> tuple[Tensor, Mamba3State]:
     """Return the output `[B, 1, H, P]` of one token (T = 1), and the next state.
 
     Args:
         inputs: of the token.
         weights: of the heads.
-        state: behind the token before.
+        state: behind the token before; None: there is none.
         pairing: of the rotated dims.
     """
     check_contract(inputs, weights)
     V_BHP, ADT_BH, DT_BH = inputs.V[:, 0], inputs.ADT[..., 0], inputs.DT[..., 0]
+    R, _, N = inputs.Q.shape[2:]
+    state = state or Mamba3State.zeros(V_BHP, inputs.Angles.shape[-1], R, N)
     with torch.autocast(V_BHP.device.type, enabled=False):
         turn_BHA = math.pi * torch.tanh(wide(inputs.Angles[:, 0])) * DT_BH[..., None]
         angle_BHA = torch.remainder(state.angle + turn_BHA, 2 * math.pi)
@@ -79,15 +81,14 @@ def mamba3_sequential(
         pairing: of the rotated dims.
         initial: state in front of each row; None: zeros.
     """
-    N, R, A = inputs.Q.shape[-1], inputs.Q.shape[2], inputs.Angles.shape[-1]
-    state = initial or Mamba3State.zeros(inputs.V[:, 0], A, R, N)
-    ys_B1HP = []
+    state, ys_B1HP = initial, []
     for t in range(inputs.V.shape[1]):
-        if t > 0:
+        if state is not None and t > 0:
             state = state.kept(docs.ids_BT[:, t] == docs.ids_BT[:, t - 1])
         token = inputs.part(slice(None), slice(t, t + 1))
         y_B1HP, state = mamba3_step(token, weights, state, pairing)
         ys_B1HP.append(y_B1HP)
+    assert state is not None  # a row has a token
     return torch.cat(ys_B1HP, 1), state
 
 
