@@ -17,7 +17,7 @@ from torch import nn
 
 from checkpointing.recompute import BlockRecompute, Check, Replays, Store, StreamHandoff, stay
 from megacpp.blocks.hyper_connections.groups import InGroup, places_in_groups
-from megacpp.blocks.m2rnn.scan import M2RNNScan
+from megacpp.blocks.m2rnn.module import M2RNNScan
 from megacpp.config.checks.fp8 import fp8_blocks
 from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.model.hybrid import HybridLM

@@ -32,8 +32,7 @@ from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.attention.rope import rotary_table
 from megacpp.blocks.attention.sparse import SparseAttention
 from megacpp.blocks.experts.module import MixtureOfExperts, SharedExpert
-from megacpp.blocks.mamba3.module import Mamba3
-from megacpp.blocks.mamba3.scan import Mamba3Scan
+from megacpp.blocks.mamba3.module import Mamba3, Mamba3Scan
 from megacpp.kernels.attention.causal import VARLEN, remember
 from megacpp.kernels.causal_conv import reach
 from megacpp.kernels.mamba3.ops import Chunks

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacpp.blocks.experts.router import Router
-from megacpp.blocks.m2rnn.scan import M2RNNScan
+from megacpp.blocks.m2rnn.module import M2RNNScan
 from megacpp.blocks.mtp.module import MultiTokenPrediction
 from megacpp.config.mix import source_folders
 from megacpp.config.schema import Config

@@ -23,7 +23,7 @@ from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.attention.gqa import CoreAttention
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.experts.router import Router
-from megacpp.blocks.m2rnn.scan import M2RNNScan
+from megacpp.blocks.m2rnn.module import M2RNNScan
 from megacpp.config.arguments import parse_run
 from megacpp.config.presets import PER_BLOCK, PRESETS
 from megacpp.config.schema import KEEP, CheckpointingPolicy, Config, ModelConfig, PrecisionConfig

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from megacpp.blocks.mamba3.config import Mamba3Config
-from megacpp.blocks.mamba3.module import Mamba3
-from megacpp.blocks.mamba3.scan import Mamba3Scan
+from megacpp.blocks.mamba3.module import Mamba3, Mamba3Scan
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from megacpp.blocks.gated_deltanet.config import GatedDeltaNetConfig
 from megacpp.blocks.gated_deltanet.descriptor import GATED_DELTANET
-from megacpp.blocks.gated_deltanet.module import GatedDeltaNet
-from megacpp.blocks.gated_deltanet.scan import DeltaInputs
+from megacpp.blocks.gated_deltanet.module import DeltaInputs, GatedDeltaNet
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.causal_conv import causal_conv
 from megacpp.kernels.gated_delta_rule.chunks import gated_delta_rule

@@ -19,8 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacpp.blocks.mamba3.module import Mamba3
-from megacpp.blocks.mamba3.scan import Mamba3Scan
+from megacpp.blocks.mamba3.module import Mamba3, Mamba3Scan
 from megacpp.config.schema import Config, MeshConfig, ModelConfig, PrecisionConfig
 from megacpp.kernels.mamba3.inputs import HeadWeights, ScanInputs
 from megacpp.model.fp32 import Fp32Contract, contract_parameters

@@ -14,8 +14,7 @@ from checkpointing.apply import give
 from checkpointing.recompute import BlockRecompute, Replays
 from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.gated_deltanet.config import GatedDeltaNetConfig
-from megacpp.blocks.gated_deltanet.module import GatedDeltaNet
-from megacpp.blocks.gated_deltanet.scan import DeltaInputs
+from megacpp.blocks.gated_deltanet.module import DeltaInputs, GatedDeltaNet
 from megacpp.config.schema import KEEP, ModelConfig
 from megacpp.kernels.gated_delta_rule.chunks import gated_delta_rule
 from megacpp.kernels.gated_delta_rule.reference import gated_delta_step

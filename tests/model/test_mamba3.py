@@ -12,8 +12,7 @@ from torch.func import functional_call
 
 from checkpointing.compile import Compiler
 from megacpp.blocks.mamba3.config import Mamba3Config
-from megacpp.blocks.mamba3.module import Mamba3
-from megacpp.blocks.mamba3.scan import Mamba3Scan
+from megacpp.blocks.mamba3.module import Mamba3, Mamba3Scan
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.mamba3.inputs import HeadWeights, ScanInputs
 from megacpp.kernels.recurrent_gates import decay_rate

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.m2rnn.descriptor import heads_exchanged
-from megacpp.blocks.m2rnn.module import M2RNN
-from megacpp.blocks.m2rnn.scan import M2RNNScan
+from megacpp.blocks.m2rnn.module import M2RNN, M2RNNScan
 from megacpp.config.schema import MeshConfig, ModelConfig
 from megacpp.kernels.m2rnn.backends import m2rnn_carried
 from megacpp.kernels.m2rnn.chunks import StateClip

@@ -20,7 +20,7 @@ import megacpp.blocks.experts.module
 from checkpointing.apply import ActivationCheckpointing
 from checkpointing.tracing.watch import StepWatch
 from megacpp.blocks.experts.router import Router
-from megacpp.blocks.mamba3.scan import Mamba3Scan
+from megacpp.blocks.mamba3.module import Mamba3Scan
 from megacpp.config.presets import PER_BLOCK
 from megacpp.config.schema import (
     KEEP,

@@ -6,12 +6,13 @@ megacpp/model/upstream.py maps both ways. Heads are counted by the shapes of wei
 activations, which may hold some of the heads only.
 
 Legend: B rows, T tokens of a row, D model, H key heads, N value heads (N / H neighbours share a key
-head), K key, V value, C convolved channels q | k | v, X = N V.
+head), K key, V value, C convolved channels q | k | v, X = N V, S segments, L of them in a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.blocks.gated_deltanet.descriptor import GATED_DELTANET
-from megacpp.blocks.gated_deltanet.scan import NO_WEIGHTS, DeltaInputs, GatedDeltaScan
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
+from megacpp.kernels.gated_delta_rule.chunks import gated_delta_rule
+from megacpp.kernels.gated_delta_rule.reference import gated_delta_step
+from megacpp.kernels.gated_delta_rule.segments import DeltaRuleSummary, DeltaState, fold, summarize
 from megacpp.kernels.linears import linears
 from megacpp.kernels.recurrent_gates import decay, gated_ranks
 from megacpp.model.documents import Documents
@@ -32,9 +35,11 @@ from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.recurrent_decoding import RecurrentDecoding
-from megacpp.model.scan import HeadTensors
+from megacpp.model.scan import HeadTensors, TokenTensors
 from megacpp.model.short_conv import Convolve, ShortConv, stacked
 from megacpp.torch_extras import wide
+
+NO_WEIGHTS = HeadTensors()
 
 
 class GatedDeltaNet(RecurrentDecoding, Fp32Contract):
@@ -138,3 +143,84 @@ class GatedDeltaNet(RecurrentDecoding, Fp32Contract):
             None,
         )
         return self.out_proj(gated_BTNV.flatten(2))
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaInputs(TokenTensors):
+    """Tensors with a token axis: q and k before normalisation, log decay, write strength."""
+
+    q_BTHK: Tensor
+    k_BTHK: Tensor
+    v_BTNV: Tensor
+    g_BTN: Tensor
+    beta_BTN: Tensor
+
+    def in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return all tensors in the order of the kernels' arguments."""
+        return self.q_BTHK, self.k_BTHK, self.v_BTNV, self.g_BTN, self.beta_BTN
+
+
+class GatedDeltaScan(nn.Module):
+    """Recurrence `[B, T, N, V]`: the only submodule in which tokens of a document meet."""
+
+    kernels: Kernels = PLAIN_KERNELS
+
+    def __init__(self, chunk_size: int) -> None:
+        super().__init__()
+        self.chunk_size = chunk_size
+
+    def forward(
+        self,
+        inputs: DeltaInputs,
+        weights: HeadTensors,
+        docs: Documents | None,
+        entering: DeltaState | None = None,
+    ) -> Tensor:
+        """Return outputs `[B, T, N, V]`.
+
+        Args:
+            inputs: q, k, v and gates.
+            weights: none; the call is that of `FoldingScan`.
+            docs: documents, at which the state restarts; None: one per row.
+            entering: state in front of each row's first token; None: zeros.
+        """
+        initial_BNKV = None if entering is None else entering.S_BNKV
+        given = *inputs.in_order(), docs, initial_BNKV, self.chunk_size
+        return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)[0]
+
+    def extend(
+        self,
+        inputs: DeltaInputs,
+        weights: HeadTensors,
+        state: Tensor | None,
+        docs: Documents | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return outputs of tokens behind a state, and the state `[B, N, K, V]` behind them.
+
+        Args:
+            inputs: of a prompt, or of one token.
+            weights: none.
+            state: in front of the token; None: zeros.
+            docs: documents of a prompt, one a row; None: it is one token.
+        """
+        if docs is not None:
+            given = *inputs.in_order(), docs, None, self.chunk_size
+            return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)
+        (B, _, N, V), K = inputs.v_BTNV.shape, inputs.k_BTHK.shape[-1]
+        S_BNKV = wide(inputs.v_BTNV).new_zeros(B, N, K, V) if state is None else state
+        q, k, v, g, beta = (x[:, 0] for x in inputs.in_order())
+        o_BNV, S_BNKV = gated_delta_step(q, k, v, g, beta, S_BNKV)
+        return o_BNV[:, None], S_BNKV
+
+    def summarize(
+        self, inputs: DeltaInputs, weights: HeadTensors, docs: Documents
+    ) -> DeltaRuleSummary:
+        """Numbers of each row that the segments on its right need, at least fp32."""
+        given = *inputs.in_order()[1:], docs, self.chunk_size
+        return summarize(*given, backend=self.kernels.gated_delta_rule)
+
+    def fold(
+        self, summaries: Sequence[DeltaRuleSummary], carries_LS: Tensor, weights: HeadTensors
+    ) -> list[DeltaState]:
+        """State that enters each segment of a row, and the one behind the last."""
+        return fold(summaries, carries_LS)
