@@ -33,6 +33,8 @@ class LoadTable:
 
     def __init__(self, model: nn.Module, config: ModelConfig, ranks: int) -> None:
         self.moe, self.ranks = config.moe, ranks
+        self.columns, self.slots = columns(config.moe), slots(config.moe)
+        self.nulls = null_copies(config.moe) > 0
         kinds = enumerate(layer_kinds(config))
         self.layers = [layer for layer, kind in kinds if kind.startswith("E")]
         self.routers: dict[int, Router] = {}  # by row
@@ -43,7 +45,7 @@ class LoadTable:
 
     def numbers(self, device: torch.device) -> Tensor:
         """Return fp64 `[L * N]`: counts of experts (and nulls), and the range of the bias."""
-        counts = self.moe.num_experts + (null_copies(self.moe) > 0)
+        counts = self.moe.num_experts + self.nulls
         table_LN = torch.zeros(len(self.layers), counts + 1, dtype=torch.float64, device=device)
         for row, router in self.routers.items():
             table_LN[row, :counts] = router.tokens_per_expert[:counts]
@@ -61,12 +63,12 @@ class LoadTable:
         for row, layer in enumerate(self.layers):
             *counts, bias_range = numbers[row * width : (row + 1) * width]
             real = tuple(int(n) for n in counts[: moe.num_experts])
-            chosen = sum(counts) / columns(moe) * slots(moe)
+            chosen = sum(counts) / self.columns * self.slots
             found.append(
                 ExpertLoad(
                     layer,
                     real,
-                    1 - sum(real) / chosen if null_copies(moe) and chosen else None,
+                    1 - sum(real) / chosen if self.nulls and chosen else None,
                     bias_range if moe.score == "sigmoid" else None,
                 )
             )
