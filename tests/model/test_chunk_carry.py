@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.kernels.chunk_carry import carried_sum, carry
+from megacpp.kernels.mamba3.ops import carried_sum, carry
 
 B, H, J, A = 2, 3, 5, 4
 

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.chunk_carry import carried_sum
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
     Mamba3State,
@@ -29,7 +28,7 @@ from megacpp.kernels.mamba3.inputs import (
     from_halves,
     to_halves,
 )
-from megacpp.kernels.mamba3.ops import Chunks, bias_and_rotate, ranks, segmented_cumsum
+from megacpp.kernels.mamba3.ops import Chunks, bias_and_rotate, carried_sum, ranks, segmented_cumsum
 from megacpp.kernels.mamba3.product import chunk_scan
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents

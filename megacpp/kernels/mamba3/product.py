@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.chunk_carry import carry
-from megacpp.kernels.mamba3.ops import Chunks
+from megacpp.kernels.mamba3.ops import Chunks, carry
 from megacpp.torch_extras import wide
 
 
