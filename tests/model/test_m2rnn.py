@@ -12,10 +12,9 @@ from torch.func import functional_call
 from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.m2rnn.module import M2RNN
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.m2rnn.backends import m2rnn_chunked
+from megacpp.kernels.m2rnn.backends import m2rnn_chunked, sequences_of
 from megacpp.kernels.m2rnn.chunks import StateClip
 from megacpp.kernels.m2rnn.reference import m2rnn_sequential
-from megacpp.kernels.restarts import sequences_of
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.init import initialise

@@ -1,8 +1,8 @@
 """M2RNN chunk by chunk, forward and backward: the fast form behind `m2rnn_chunked`.
 
 Legend: B rows, T tokens of a row, N heads, K key, V value, C tokens of a chunk, X chunks of a row,
-S sequences (megacpp/kernels/restarts.py). Inside a chunk tokens come first and heads before rows,
-so that one token of all rows is contiguous and a head's states meet its W in one matmul.
+S sequences (`Sequences` in backends.py). Inside a chunk tokens come first and heads before rows, so
+that one token of all rows is contiguous and a head's states meet its W in one matmul.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.restarts import Sequences
+if TYPE_CHECKING:
+    from megacpp.kernels.m2rnn.backends import Sequences
 
 
 @dataclass

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megacpp.kernels.m2rnn.backends import sequences_of
 from megacpp.kernels.m2rnn.chunks import StateClip, heads_and_dtype, no_autocast, repeat_heads
-from megacpp.kernels.restarts import sequences_of
 
 if TYPE_CHECKING:
     from megacpp.model.documents import Documents

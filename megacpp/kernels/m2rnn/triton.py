@@ -9,7 +9,7 @@ gradients of inputs that heads share for each head, in fp32: outputs in forward,
 in backward. Backward also holds the states and tanh of one chunk, `2 C N B K V` numbers.
 
 Legend: B rows, T tokens of a row, N heads, K key, V value, C tokens of a chunk, X chunks of a row,
-S sequences (megacpp/kernels/restarts.py).
+S sequences (`Sequences` in backends.py).
 """
 
 from __future__ import annotations
