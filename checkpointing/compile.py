@@ -33,7 +33,7 @@ from megacpp.blocks.attention.rope import rotary_table
 from megacpp.blocks.attention.sparse import SparseAttention
 from megacpp.blocks.experts.module import MixtureOfExperts, SharedExpert
 from megacpp.blocks.mamba3.module import Mamba3, Mamba3Scan
-from megacpp.kernels.attention.causal import VARLEN, remember
+from megacpp.kernels.attention.causal import VARLEN, attention_mask
 from megacpp.kernels.causal_conv import reach
 from megacpp.kernels.mamba3.ops import Chunks
 from megacpp.model.block import Block
@@ -350,9 +350,16 @@ def attention_inputs(mixer: Attention, docs: Documents, x_BTD: Tensor) -> Docume
         read = Documents(docs.ids_BT, docs.positions_BT, docs.whole)
         read = replace(read, boundaries=docs.boundaries, window=docs.window)
         rotary_table(read, dim, config, dtype)
-        remember(read, of_queries, config.softcap, backend)
-        if backend in VARLEN and not read.whole:  # its length is the number of documents
-            torch._dynamo.mark_dynamic(read.cu_seqlens, 0)
+        if backend == "flex":
+            from megacpp.kernels.attention.flex import block_mask
+
+            block_mask(read, read)
+        elif backend in VARLEN:
+            bounds = read.cu_seqlens
+            if not read.whole:  # its length is the number of documents
+                torch._dynamo.mark_dynamic(bounds, 0)
+        elif backend == "torch" and not (read.whole and not read.window):
+            attention_mask(read, read, of_queries, config.softcap)
         return read
 
     return docs.memo(("compiled attention", dim, config, dtype, of_queries, backend), make)

@@ -90,7 +90,7 @@ def test_mask_and_angles_are_made_once_a_batch(kind: str, monkeypatch: pytest.Mo
         return count
 
     monkeypatch.setattr(kernel, "document_mask", counted("mask", kernel.document_mask))
-    monkeypatch.setattr(rope, "_table", counted("angles", rope._table))
+    monkeypatch.setattr(rope, "angle_table", counted("angles", rope.angle_table))
     docs, x = packed(), noise(2, 23, 16)
     for layer in (mixer(kind), mixer(kind)):
         layer(x, docs)

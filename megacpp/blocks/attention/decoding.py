@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.blocks.attention.config import AttentionConfig
-from megacpp.blocks.attention.rope import rotary_table, rotary_table_at
+from megacpp.blocks.attention.rope import angle_table, rotary_table
 from megacpp.kernels.attention.causal import attend
 from megacpp.kernels.sparse_attention.reference import chosen_mask
 from megacpp.model.documents import Documents
@@ -43,6 +43,20 @@ def attend_cached(
     narrow = q_B1NH.to(k_BSKH.dtype)
     o_B1NV = attend(narrow, k_BSKH, v_BSKV, core.scale, core.softcap, mask_B1TS)
     return o_B1NV.to(q_B1NH.dtype)
+
+
+def rotary_table_at(
+    positions_B1: Tensor, dim: int, config: AttentionConfig, like: Tensor
+) -> Tensor:
+    """Return (cos, sin) at positions, `[B, 1, P, 2]`, for decoding.
+
+    Args:
+        positions_B1: in the document, `[1, 1]` for all rows or `[B, 1]`.
+        dim: rotated dims of a head, 2 P.
+        config: base and YaRN settings.
+        like: any shape; its device, and its dtype or fp32.
+    """
+    return angle_table(positions_B1, dim, config, torch.promote_types(like.dtype, torch.float32))
 
 
 class CachedHeads(nn.Module):

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.blocks.attention.config import AttentionConfig
-from megacpp.blocks.attention.rope import rotary_table, rotary_table_at
+from megacpp.blocks.attention.decoding import rotary_table_at
+from megacpp.blocks.attention.rope import rotary_table
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.sparse_attention.indexer import choose_keys
 from megacpp.kernels.sparse_attention.indexer_loss import Target, indexer_loss

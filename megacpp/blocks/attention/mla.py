@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.blocks.attention.checks import check_heads
-from megacpp.blocks.attention.decoding import attend_cached
+from megacpp.blocks.attention.decoding import attend_cached, rotary_table_at
 from megacpp.blocks.attention.gqa import CoreAttention
-from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate, softmax_scale
+from megacpp.blocks.attention.rope import rotary_table, rotate, softmax_scale
 from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Rule

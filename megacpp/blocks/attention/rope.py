@@ -59,24 +59,10 @@ def rotary_table(docs: Documents, dim: int, config: AttentionConfig, dtype: torc
 
     def make() -> Tensor:
         positions_BT = docs.positions_BT[:1] if docs.whole else docs.positions_BT
-        return _table(positions_BT, dim, config, dtype)
+        return angle_table(positions_BT, dim, config, dtype)
 
     turns = config.rope_theta, config.rope_fraction, _active_yarn(config)
     return docs.memo(("rotary", dim, *turns, dtype), make)
-
-
-def rotary_table_at(
-    positions_B1: Tensor, dim: int, config: AttentionConfig, like: Tensor
-) -> Tensor:
-    """Return (cos, sin) at positions, `[B, 1, P, 2]`, for decoding.
-
-    Args:
-        positions_B1: in the document, `[1, 1]` for all rows or `[B, 1]`.
-        dim: rotated dims of a head, 2 P.
-        config: base and YaRN settings.
-        like: any shape; its device, and its dtype or fp32.
-    """
-    return _table(positions_B1, dim, config, torch.promote_types(like.dtype, torch.float32))
 
 
 def rotate(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:
@@ -103,7 +89,17 @@ def rotate_pairs(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:
     return torch.stack(turned, dim=-1).flatten(-2).to(x_BTNH.dtype)
 
 
-def _table(positions_BT: Tensor, dim: int, config: AttentionConfig, dtype: torch.dtype) -> Tensor:
+def angle_table(
+    positions_BT: Tensor, dim: int, config: AttentionConfig, dtype: torch.dtype
+) -> Tensor:
+    """Return (cos, sin) at positions, `[B, T, P, 2]`.
+
+    Args:
+        positions_BT: in the document.
+        dim: rotated dims of a head, 2 P.
+        config: base and YaRN settings.
+        dtype: of the result.
+    """
     frequency_P = inverse_frequencies(dim, config, positions_BT.device)
     angle_BTP = positions_BT[..., None] * frequency_P
     return torch.stack((angle_BTP.cos(), angle_BTP.sin()), dim=-1).to(dtype)

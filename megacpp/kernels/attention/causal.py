@@ -89,25 +89,6 @@ def attention_between(
     return attend(q_BTNH, k_BSKH, v_BSKV, scale, softcap, mask_B1TS, causal=rows)
 
 
-def remember(docs: Documents, dtype: torch.dtype, softcap: float | None, backend: str) -> None:
-    """Compute what `causal_attention` by a backend needs of documents, memoized for all layers.
-
-    Args:
-        docs: documents.
-        dtype: of the queries.
-        softcap: cap of the scaled scores; None: none.
-        backend: of `attention`.
-    """
-    if backend == "flex":
-        from megacpp.kernels.attention.flex import block_mask
-
-        block_mask(docs, docs)
-    elif backend in VARLEN:
-        _ = docs.cu_seqlens
-    elif backend == "torch" and not (docs.whole and not docs.window):
-        attention_mask(docs, docs, dtype, softcap)
-
-
 def attend(
     q_BTNH: Tensor,
     k_BSKH: Tensor,
@@ -182,9 +163,8 @@ def _whole(docs: Documents) -> bool:
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 0 where a bool mask is True, minus infinity elsewhere."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
-        ~mask, float("-inf")
-    )
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill_(~mask, float("-inf"))
 
 
 def _sdpa(
