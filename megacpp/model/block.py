@@ -42,9 +42,8 @@ class Block(nn.Module):
 
         With hyper-connections the stream is `[B, T, n, D]`, before and behind.
         """
-        if self.connection is None:
-            return self.recompute("block", self._forward, x_BTD, docs)
-        return self.recompute("connected", self._forward, x_BTD, docs)
+        region = "block" if self.connection is None else "connected"
+        return self.recompute(region, self._forward, x_BTD, docs)
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter, by name below the block."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.torch_extras import to_device
@@ -77,9 +78,7 @@ class Documents:
         if self.row is not None:
             row, index_T = self.row, self.index_T
             return self.memo("ends", lambda: row.ends_BT[:, index_T])
-        return self.memo(
-            "ends", lambda: torch.nn.functional.pad(self.starts_BT[:, 1:], (0, 1), value=True)
-        )
+        return self.memo("ends", lambda: F.pad(self.starts_BT[:, 1:], (0, 1), value=True))
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -175,14 +174,12 @@ class Documents:
             return torch.arange(0, B * T + 1, T, dtype=torch.int32, device=device)
         next_BT = self.positions_BT[:, 1:] == self.positions_BT[:, :-1] + 1
         follows_BT = next_BT & (self.ids_BT[:, 1:] == self.ids_BT[:, :-1])
-        starts_BT = ~torch.nn.functional.pad(follows_BT, (1, 0), value=False)
+        starts_BT = ~F.pad(follows_BT, (1, 0), value=False)
         starts_BT[:, :: T // self.pieces] = True
         starts = starts_BT.flatten().nonzero().flatten()
-        return torch.nn.functional.pad(starts, (0, 1), value=B * T).to(torch.int32)
+        return F.pad(starts, (0, 1), value=B * T).to(torch.int32)
 
 
 def documents_of(x_BTD: Tensor, docs: Documents | None) -> Documents:
     """Return `docs`, or documents of one per row of `x_BTD` when it is None."""
-    return (
-        docs if docs is not None else Documents.rows(x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
-    )
+    return docs if docs is not None else Documents.rows(*x_BTD.shape[:2], device=x_BTD.device)

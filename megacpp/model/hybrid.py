@@ -66,23 +66,20 @@ class HybridLM(nn.Module):
         rows in `docs`; without them, the given ids and labels are whole rows.
         """
         docs = self.documents(ids_BT, labels_BT, docs)
-        if self.config.engram.layers:
-            look_ahead(self.blocks.values(), docs)
-        x_BTD = begin(self, ids_BT, docs)
-        for block in self.blocks.values():
-            x_BTD = block(x_BTD, docs)
-        x_BTD = collapsed(self, x_BTD)  # nothing else holds the streams, which are freed
-        return finish(self, x_BTD, labels_BT, docs)
+        return finish(self, self.trunk(ids_BT, docs), labels_BT, docs)
 
     def hidden(self, ids_BT: Tensor, docs: Documents | None = None) -> Tensor:
         """Return the final hidden states `[B, T, D]`, behind the last norm."""
-        docs = self.documents(ids_BT, ids_BT, docs)
+        return self.norm(self.trunk(ids_BT, self.documents(ids_BT, ids_BT, docs)))
+
+    def trunk(self, ids_BT: Tensor, docs: Documents) -> Tensor:
+        """Return the output `[B, T, D]` of the last block."""
         if self.config.engram.layers:
             look_ahead(self.blocks.values(), docs)
         x_BTD = begin(self, ids_BT, docs)
         for block in self.blocks.values():
             x_BTD = block(x_BTD, docs)
-        return self.norm(collapsed(self, x_BTD))
+        return collapsed(self, x_BTD)  # nothing else holds the streams, which are freed
 
     def documents(
         self, ids_BT: Tensor, labels_BT: Tensor, docs: Documents | None = None

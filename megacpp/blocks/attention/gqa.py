@@ -19,7 +19,7 @@ from megacpp.config.schema import ModelConfig
 from megacpp.kernels.attention.causal import attention_between, causal_attention
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linears import linears
-from megacpp.model.documents import Documents
+from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import NormOverHeads, RMSNorm
@@ -145,11 +145,10 @@ class GroupedQueryAttention(CachedHeads):
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """Return the output `[B, T, D]`; positions restart at every document."""
-        docs = docs or Documents.rows(x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
+        docs = documents_of(x_BTD, docs)
         table_BTP2 = rotary_table(docs, self.head_dim, self.attention, x_BTD.dtype)
-        if self.attention.window:
-            docs = docs.within(self.attention.window)
-        o_BTNH = self.inner(*self._qkv(x_BTD, table_BTP2), docs)
+        seen = docs.within(self.attention.window)
+        o_BTNH = self.inner(*self._qkv(x_BTD, table_BTP2), seen)
         return self._out(o_BTNH, x_BTD)
 
     def init_rules(self) -> dict[str, Rule]:
