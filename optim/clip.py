@@ -56,7 +56,7 @@ def clip_gradients(
     limit = max_norm or torch.inf
     factor = (limit / (norm + 1e-6)).clamp_(max=1.0).where(norm.isfinite(), 1.0) / loss_scale
     local = [local_part(g) for g in grads]
-    for dtype in _dtypes(local):
+    for dtype in dict.fromkeys(g.dtype for g in local):
         # foreach is fast with a factor of the tensors' own dtype
         torch._foreach_mul_([g for g in local if g.dtype == dtype], factor.to(dtype))
     return norm
@@ -109,8 +109,3 @@ def _copies(g: DTensor) -> int:
     assert not any(p.is_partial() for p in placements), f"an unreduced gradient: {placements}"
     # `is_shard` says no to the strided shards that FSDP2 makes over tp (no thread known).
     return math.prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate())
-
-
-def _dtypes(tensors: Iterable[Tensor]) -> list[torch.dtype]:
-    """Return the distinct dtypes, in order."""
-    return list(dict.fromkeys(t.dtype for t in tensors))
