@@ -5,8 +5,10 @@
     gated_linear    w2 h with h = silu(gate) * up or relu(gate)^2, a feed-forward's second half,
                     without saving h: the backward makes it again from gate and up, the only two
                     saved activations of hidden width
+    wide_linear     product of a router, whose weight is wider than its input: of that no wide copy
+                    is kept
 
-Legend: D input width, O outputs of one layer, F hidden.
+Legend: T rows, D input width, O outputs of one layer, F hidden, E outputs of a router.
 """
 
 from __future__ import annotations
@@ -55,6 +57,24 @@ def products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     if len(weights) == 1 or torch.compiler.is_compiling():
         return tuple(F.linear(x, weight) for weight in weights)
     return _Products.apply(x, *weights, autocast_dtype(x))  # type: ignore[return-value]
+
+
+def wide_linear(x_TD: Tensor, weight_ED: Tensor, backend: str = "torch") -> tuple[Tensor, Tensor]:
+    """Return x W^T `[T, E]` in the dtype of the weight, saving `x` in its own, and x itself.
+
+    Backward adds the gradient of the second result to that of the product in one pass. By torch
+    the product is bit for bit `F.linear(x.to(weight.dtype), weight)`, of which autograd would keep
+    the wide copy. The kernels read `x` as it is, and write no wide copy either.
+
+    Args:
+        x_TD: input.
+        weight_ED: weight.
+        backend: `triton` takes the kernels where x has 16 bits and the weight 32.
+    """
+    narrow = x_TD.dtype in (torch.bfloat16, torch.float16) and weight_ED.dtype == torch.float32
+    kernels = backend == "triton" and narrow and not torch.compiler.is_compiling()
+    with torch.autocast(x_TD.device.type, enabled=False):
+        return _WideLinear.apply(x_TD, weight_ED, kernels)  # type: ignore[return-value]
 
 
 def is_plain(linear: nn.Linear) -> bool:
@@ -151,6 +171,39 @@ class _Products(torch.autograd.Function):
                 dx = torch.mm(dy, weight) if dx is None else torch.addmm(dx, dy, weight, out=dx)
             dw.append((dy.mT @ flat).to(dtype) if need_w else None)
         return dx if dx is None else dx.view(x.shape).to(x.dtype), *dw, None
+
+
+class _WideLinear(torch.autograd.Function):
+    """Product y = x w^T of a narrow x and a wide w; x is a second result."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, kernels: bool) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x_TD, weight_ED)
+        ctx.set_materialize_grads(False)
+        ctx.kernels = kernels
+        if kernels:
+            from megacpp.kernels import triton_wide_linear
+
+            return triton_wide_linear.forward(x_TD, weight_ED), x_TD.detach()
+        return F.linear(x_TD.to(weight_ED.dtype), weight_ED), x_TD.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad_TE, beside_TD), (x_TD, weight_ED) = grads, ctx.saved_tensors
+        need_x, need_weight = needs_input_grad_now(ctx)[:2]
+        if grad_TE is None:  # nothing learns from the product
+            return beside_TD, None, None
+        if ctx.kernels:
+            from megacpp.kernels import triton_wide_linear as fused
+
+            dx_TD = fused.input_gradient(grad_TE, weight_ED, x_TD, beside_TD) if need_x else None
+            return dx_TD, (fused.weight_gradient(grad_TE, x_TD) if need_weight else None), None
+        with torch.autocast(x_TD.device.type, enabled=False):
+            dx_TD = grad_TE.mm(weight_ED).to(x_TD.dtype) if need_x else None
+            dx_TD = dx_TD if dx_TD is None or beside_TD is None else dx_TD.add_(beside_TD)
+            dw_ED = grad_TE.T.mm(x_TD.to(weight_ED.dtype)) if need_weight else None
+        return dx_TD, dw_ED, None
 
 
 class _Gated(torch.autograd.Function):

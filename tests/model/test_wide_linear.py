@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacpp.kernels.linears import linears
-from megacpp.kernels.wide_linear import wide_linear
+from megacpp.kernels.linears import linears, wide_linear
 from tests.model.in_child import run_cases
 from tests.model.machine_code import compiled
 

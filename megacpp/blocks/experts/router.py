@@ -18,7 +18,7 @@ from megacpp.blocks.experts.choices import columns, first_null_score, null_copie
 from megacpp.blocks.experts.loads import BatchLoad, DocumentLoad
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.wide_linear import wide_linear
+from megacpp.kernels.linears import wide_linear
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Constant, Rule
