@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -53,21 +53,12 @@ def m2rnn_chunked(
         from megacpp.kernels.m2rnn.reference import m2rnn_sequential
 
         return m2rnn_sequential(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV, docs, initial_SNKV, clip)
-    num_heads, dtype = heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
+    given = q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV
+    seqs = sequences_of(docs, v_BTNV)
     plan = ChunkPlan(
-        sequences_of(docs, v_BTNV),
-        clip,
-        chunk_size,
-        num_heads,
-        dtype,
-        final_states,
-        keep_states=keep_states,
+        seqs, clip, chunk_size, *heads_and_dtype(*given), final_states, keep_states=keep_states
     )
-    initial_SNKV = initial_SNKV.to(dtype) if initial_SNKV is not None else None
-    with no_autocast(v_BTNV):
-        return _chunks_by(backend).apply(  # type: ignore[return-value]
-            q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, initial_SNKV, plan
-        )
+    return _run(given, initial_SNKV, plan, backend)
 
 
 def m2rnn_carried(
@@ -95,14 +86,11 @@ def m2rnn_carried(
         entering_BNKV: state in front of the part.
         backend: `torch` or `triton`.
     """
-    num_heads, dtype = heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
+    given = q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV
     seqs, row_B = sequences_of(docs, v_BTNV), torch.arange(len(v_BTNV), device=v_BTNV.device)
     seqs = _RowStates(seqs.starts_BT, row_B[:, None].expand_as(seqs.starts_BT), seqs.entries)
-    plan = ChunkPlan(seqs, clip, chunk_size, num_heads, dtype, True, True, keep_states)
-    with no_autocast(v_BTNV):
-        return _chunks_by(backend).apply(  # type: ignore[return-value]
-            q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, entering_BNKV.to(dtype), plan
-        )
+    plan = ChunkPlan(seqs, clip, chunk_size, *heads_and_dtype(*given), True, True, keep_states)
+    return _run(given, entering_BNKV, plan, backend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,11 +175,18 @@ class _RowStates(Sequences):
         return super().leave(dh_NBKV, None, None, t)
 
 
-def _chunks_by(backend: str) -> type[Function]:
-    """Return the autograd Function of a backend; all take the arguments of `Chunked`."""
+def _run(
+    given: tuple[Tensor, ...], initial_SNKV: Tensor | None, plan: ChunkPlan, backend: str
+) -> Any:
+    """Return outputs and final states by a backend's autograd Function."""
+    function: type[Function] = Chunked
     if backend == "triton":
         from megacpp.kernels.m2rnn.triton import TritonChunked
 
-        return TritonChunked
-    assert backend == "torch", backend
-    return Chunked
+        function = TritonChunked
+    else:
+        assert backend == "torch", backend
+    q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV = given
+    initial_SNKV = initial_SNKV if initial_SNKV is None else initial_SNKV.to(plan.dtype)
+    with no_autocast(v_BTNV):
+        return function.apply(q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, initial_SNKV, plan)

@@ -112,62 +112,51 @@ def mamba3_chunked(
     check_contract(inputs, weights)
     with torch.autocast(inputs.V.device.type, enabled=False):
         chunks = Chunks.for_documents(docs, min(chunk_size, inputs.V.shape[1]), inputs.DT.dtype)
-        return _chunked(inputs, weights, chunks, pairing, initial, recompute)
-
-
-def _chunked(
-    inputs: ScanInputs,
-    weights: HeadWeights,
-    chunks: Chunks,
-    pairing: Pairing,
-    initial: Mamba3State | None,
-    recompute: Recompute,
-) -> tuple[Tensor, Mamba3State]:
-    q_BHJNRC, k_BHJNRC, v_BHJRCP, sums_BHJC, log_scale_BHJC, gamma_BHJC, angle_BHA = recompute(
-        "conv_bc",
-        partial(_operands, chunks, pairing),
-        inputs.Q,
-        inputs.K,
-        inputs.V,
-        inputs.ADT,
-        inputs.DT,
-        inputs.Trap,
-        inputs.Angles,
-        weights.Q_bias,
-        weights.K_bias,
-        weights.mimo_x,
-        None if initial is None else initial.angle,
-    )
-    y_BHJRCP, last_BHNP = chunk_scan(
-        q_BHJNRC,
-        k_BHJNRC,
-        v_BHJRCP,
-        sums_BHJC,
-        log_scale_BHJC,
-        gamma_BHJC,
-        weights.D,
-        first_state(inputs, weights, initial, pairing),
-        chunks,
-    )
-    T, chunk = inputs.V.shape[1], chunks.size
-    y_BTHRP = y_BHJRCP.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
-    y_BTHP = recompute(
-        "conv_bc",
-        partial(gated_ranks, norm_eps=weights.norm_eps, dtype=inputs.V.dtype),
-        y_BTHRP[:, :T] if T % chunk else y_BTHRP,
-        inputs.Z,
-        weights.norm,
-        weights.mimo_z,
-        weights.mimo_o,
-    )
-    j, c = divmod(T - 1, chunk)  # padding behind the last token changes no state
-    final = Mamba3State(
-        angle_BHA,
-        from_halves(last_BHNP.mT, pairing),
-        from_halves(k_BHJNRC[:, :, j, :, :, c].mT, pairing),
-        inputs.V[:, -1],
-    )
-    return y_BTHP, final
+        q_BHJNRC, k_BHJNRC, v_BHJRCP, sums_BHJC, log_scale_BHJC, gamma_BHJC, angle_BHA = recompute(
+            "conv_bc",
+            partial(_operands, chunks, pairing),
+            inputs.Q,
+            inputs.K,
+            inputs.V,
+            inputs.ADT,
+            inputs.DT,
+            inputs.Trap,
+            inputs.Angles,
+            weights.Q_bias,
+            weights.K_bias,
+            weights.mimo_x,
+            None if initial is None else initial.angle,
+        )
+        y_BHJRCP, last_BHNP = chunk_scan(
+            q_BHJNRC,
+            k_BHJNRC,
+            v_BHJRCP,
+            sums_BHJC,
+            log_scale_BHJC,
+            gamma_BHJC,
+            weights.D,
+            first_state(inputs, weights, initial, pairing),
+            chunks,
+        )
+        T, chunk = inputs.V.shape[1], chunks.size
+        y_BTHRP = y_BHJRCP.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
+        y_BTHP = recompute(
+            "conv_bc",
+            partial(gated_ranks, norm_eps=weights.norm_eps, dtype=inputs.V.dtype),
+            y_BTHRP[:, :T] if T % chunk else y_BTHRP,
+            inputs.Z,
+            weights.norm,
+            weights.mimo_z,
+            weights.mimo_o,
+        )
+        j, c = divmod(T - 1, chunk)  # padding behind the last token changes no state
+        final = Mamba3State(
+            angle_BHA,
+            from_halves(last_BHNP.mT, pairing),
+            from_halves(k_BHJNRC[:, :, j, :, :, c].mT, pairing),
+            inputs.V[:, -1],
+        )
+        return y_BTHP, final
 
 
 def _operands(

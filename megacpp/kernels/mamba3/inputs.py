@@ -14,7 +14,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.scan import HeadTensors, RowTensors, ScanDims, TokenTensors
 from megacpp.torch_extras import wide
 
@@ -78,18 +77,6 @@ class HeadWeights(HeadTensors):
     mimo_o: Tensor | None = None
     norm: Tensor | None = None
     norm_eps: float = 1e-5
-
-    def merged(self, y_BTHRP: Tensor, inputs: ScanInputs) -> Tensor:
-        """Norm, gate and sum over ranks: return `[B, T, H, P]` in the dtype of V."""
-        return gated_ranks(
-            y_BTHRP,
-            inputs.Z,
-            self.norm,
-            self.mimo_z,
-            self.mimo_o,
-            norm_eps=self.norm_eps,
-            dtype=inputs.V.dtype,
-        )
 
     def ranks_of_token(self, v_BHP: Tensor) -> Tensor:
         """Return V of every rank of one token, `[B, H, R, P]`, at least fp32."""

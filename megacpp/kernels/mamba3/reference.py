@@ -28,6 +28,7 @@ from megacpp.kernels.mamba3.inputs import (
     from_halves,
     to_halves,
 )
+from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents
 from megacpp.torch_extras import wide
 
@@ -61,7 +62,9 @@ def mamba3_step(
             + gamma_BH[..., None, None] * (v_BHRP.mT @ k_BHRN)
         )
         y_BHRP = q_BHRN @ ssm_BHPN.mT + weights.D[:, None, None] * v_BHRP
-        y_B1HP = weights.merged(y_BHRP[:, None], inputs)
+        gates = weights.norm, weights.mimo_z, weights.mimo_o
+        how = {"norm_eps": weights.norm_eps, "dtype": V_BHP.dtype}
+        y_B1HP = gated_ranks(y_BHRP[:, None], inputs.Z, *gates, **how)
     return y_B1HP, Mamba3State(angle_BHA, ssm_BHPN, k_BHRN, V_BHP)
 
 
