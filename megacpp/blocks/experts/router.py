@@ -135,11 +135,7 @@ class Router(AuxiliarySource):
 
     def route(self, x_TD: Tensor) -> Routing:
         """Scores, choices and weights: a function of the tokens and the bias, no side effect."""
-        return self.choose(self.logits(x_TD))
-
-    def logits(self, x_TD: Tensor) -> Tensor:
-        """Return logits `[T, E]` in the dtype of the weight."""
-        return wide_linear(x_TD, self.weight, self.kernels.experts)[0]
+        return self.choose(wide_linear(x_TD, self.weight, self.kernels.experts)[0])
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Return the sigmoid or softmax of the logits."""
