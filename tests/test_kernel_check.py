@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.blocks.m2rnn import scan as m2rnn
+from megacpp.blocks.m2rnn import module as m2rnn
 from megacpp.config.presets import tiny
 from megacpp.errors import ConfigError
 from megacpp.kernels.selection import OPERATIONS, Backend, BackendSelection, Operation
