@@ -22,7 +22,7 @@ from checkpointing.tracing.operators import kind_of
 
 # Beside operators that torch tags as element-wise: what a kernel of inductor computes on its way.
 ON_CHIP = frozenset(
-    "convert_element_type clone _to_copy full full_like iota where constant_pad_nd fill "
+    "convert_element_type clone _to_copy full full_like iota where constant_pad_nd fill cat "
     "scalar_tensor embedding index gather slice_scatter select_scatter lift_fresh_copy".split()
 )
 REDUCTIONS = frozenset("sum mean amax amin var var_mean prod any all argmax argmin".split())

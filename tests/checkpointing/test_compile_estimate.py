@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from checkpointing.compile import compile_blocks
+from checkpointing.tracing.graph_run import run_graph
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import (
@@ -68,6 +71,20 @@ def packed(config: Config, layer: int, backend: str) -> int:
     with narrow:
         found = kept_bytes(model, layer, x_BTD, docs)
     return found - (x_BTD.untyped_storage().nbytes() if found else 0)
+
+
+def test_parts_of_one_matrix_are_written_to_their_places() -> None:
+    """Element-wise results that are put side by side exist there alone, as in inductor's code."""
+
+    def f(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.cat([x * 2, x.sigmoid()], 1) @ w]
+
+    given = torch.randn(64, 32), torch.randn(64, 8)
+    graph = make_fx(f)(*given)
+    for fused, parts in ((True, 0), (False, 2)):
+        with LiveBytes() as live:
+            run_graph(graph, [*given], fused)
+        assert live.peak == 4 * 64 * (64 + max(8, parts * 32))
 
 
 @pytest.mark.parametrize(
