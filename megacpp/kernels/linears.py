@@ -1,7 +1,8 @@
 """Linear layers of a block that keep less than autograd alone would, or take fewer kernels.
 
     linears         layers of one input, whose gradients are added inside the products; autograd
-                    takes n - 1 kernels for those of n layers
+                    takes n - 1 kernels for those of n layers. Where gradients of the outputs lie
+                    side by side in memory, one product makes those of all weights
     gated_linear    w2 h with h = silu(gate) * up or relu(gate)^2, a feed-forward's second half,
                     without saving h: the backward makes it again from gate and up, the only two
                     saved activations of hidden width
@@ -14,6 +15,7 @@ Legend: T rows, D input width, O outputs of one layer, F hidden, E outputs of a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -54,8 +56,8 @@ def products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         x: `[..., D]`.
         weights: each `[O, D]`.
     """
-    if len(weights) == 1 or torch.compiler.is_compiling():
-        return tuple(F.linear(x, weight) for weight in weights)
+    if len(weights) == 1:
+        return (F.linear(x, weights[0]),)
     return _Products.apply(x, *weights, autocast_dtype(x))  # type: ignore[return-value]
 
 
@@ -165,12 +167,51 @@ class _Products(torch.autograd.Function):
         need_x, *needed = needs_input_grad_now(ctx)[:-1]
         flat = cast(x, ctx.dtype).reshape(-1, x.shape[-1])
         rows = [dy.reshape(-1, dy.shape[-1]) for dy in grads]
-        dx, dw = None, []
-        for dy, weight, need_w, dtype in zip(rows, weights, needed, ctx.dtypes, strict=True):
-            if need_x:  # `out`: FlopCounterMode doesn't know addmm_
-                dx = torch.mm(dy, weight) if dx is None else torch.addmm(dx, dy, weight, out=dx)
-            dw.append((dy.mT @ flat).to(dtype) if need_w else None)
+        joint = _joint(rows) if len({*needed}) == 1 else None
+        dx = _input_gradient(rows, weights, joint) if need_x else None
+        if joint is not None and needed[0]:
+            dw = [*(joint.mT @ flat).split([dy.shape[1] for dy in rows])]
+        else:
+            dw = [dy.mT @ flat if need_w else None for dy, need_w in zip(rows, needed, strict=True)]
+        dw = [w if w is None else w.to(dtype) for w, dtype in zip(dw, ctx.dtypes, strict=True)]
         return dx if dx is None else dx.view(x.shape).to(x.dtype), *dw, None
+
+
+def _input_gradient(rows: list[Tensor], weights: list[Tensor], joint: Tensor | None) -> Tensor:
+    """Return the sum of `dy @ weight`, `[S, D]`."""
+    if joint is not None:
+        # To copy all weights is less than to read and write a sum for each but one of them.
+        if (len(rows) - 1) * len(joint) > joint.shape[1]:
+            return joint @ torch.cat(weights)
+        rows = [*joint.split([dy.shape[1] for dy in rows], 1)]
+    if torch.compiler.is_compiling():  # what reads the sum adds; an addmm would copy its start
+        parts = (dy[None] @ weight for dy, weight in zip(rows, weights, strict=True))
+        return reduce(torch.add, parts)[0]
+    total = torch.mm(rows[0], weights[0])
+    for dy, weight in zip(rows[1:], weights[1:], strict=True):
+        torch.addmm(total, dy, weight, out=total)  # FlopCounterMode doesn't know addmm_
+    return total
+
+
+def _joint(rows: list[Tensor]) -> Tensor | None:
+    """Return the matrix whose columns are those of all `rows`, or None: it would be a copy.
+
+    A compiler's kernels write each result to its place in the matrix. Eagerly the gradients of a
+    SwiGLU's gate and up, by Triton, are halves of one tensor.
+
+    Args:
+        rows: gradients, each `[S, O]`.
+    """
+    if torch.compiler.is_compiling():
+        return torch.cat(rows, 1)
+    first, at = rows[0], rows[0].storage_offset()
+    width = sum(dy.shape[1] for dy in rows)
+    for dy in rows:
+        same = dy.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not same or dy.stride() != (width, 1) or dy.storage_offset() != at:
+            return None
+        at += dy.shape[1]
+    return first.as_strided((len(first), width), (width, 1))
 
 
 class _WideLinear(torch.autograd.Function):
@@ -254,7 +295,13 @@ class _GatedLinear(torch.autograd.Function):
             return (dy @ cast(w_DF, ctx.dtype)).to(gate.dtype)
 
         if ctx.backend == "triton" and (need_gate or need_up):
-            h, dgate, dup = in_triton().hidden_backward(of_product(), gate, up, need_w)
+            if up is None or dy.dtype != gate.dtype:
+                dh = of_product()
+            else:  # halves of one tensor, as `_joint` looks for
+                dgate, dh = gate.new_empty(*gate.shape[:-1], 2 * gate.shape[-1]).chunk(2, -1)
+                rows = dy.reshape(-1, dy.shape[-1])
+                torch.mm(rows, cast(w_DF, ctx.dtype), out=dh.flatten(0, -2))
+            h, dgate, dup = in_triton().hidden_backward(dh, gate, up, need_w, dgate)
             return dgate, None if h is None else of_weight(h), dup, None, None
         active = _active(gate, up)
         if need_w:

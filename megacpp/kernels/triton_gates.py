@@ -243,7 +243,11 @@ def hidden(gate: Tensor, up: Tensor | None) -> Tensor:
 
 
 def hidden_backward(
-    dh: Tensor, gate: Tensor, up: Tensor | None, wants_h: bool = False
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    wants_h: bool = False,
+    dgate: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Return `hidden` again if it is wanted, and the gradients of gate and up, `[..., F]`.
 
@@ -252,9 +256,14 @@ def hidden_backward(
         gate: `[..., F]`.
         up: `[..., F]`, or None.
         wants_h: compute the result again.
+        dgate: memory for the gradient of gate, with the strides of `dh`; None: new memory.
     """
     rows = gate.flatten(0, -2), None if up is None else up.flatten(0, -2), None
-    grads, h = units_backward(*rows, None, dh.contiguous().flatten(0, -2), wants_h)
+    if dgate is None:
+        grads, h = units_backward(*rows, None, dh.contiguous().flatten(0, -2), wants_h)
+    else:
+        written = dh.flatten(0, -2), wants_h, dgate.flatten(0, -2)
+        grads, h = units_backward(*rows, None, *written)
     found = [None if x is None else x.view(gate.shape) for x in (h, *grads)]
     return found[0], found[1], found[2] if up is not None else None
 

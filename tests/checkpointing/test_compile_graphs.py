@@ -55,11 +55,11 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_graph_of_a_scan_does_not_grow_with_the_row(
     rank: int, packed: bool, sizes: list[int]
 ) -> None:
-    """4, 16 and 17 chunks, the last of them not full."""
+    """8, 16 and 17 chunks, the last of them not full."""
     mamba3 = replace(small().mamba3, mimo_rank=rank, conv_kernel=4)
     config = Config(model=small("MF", mamba3=mamba3), precision=PrecisionConfig("fp32"))
     model = build_model(config, ONE, lambda m: compile_blocks(m, "eager", 1.0))
-    for tokens in (16, 64, 66):
+    for tokens in (32, 64, 66):
         docs = Documents.rows(B, tokens)
         if packed:
             docs = Documents.from_ids((torch.arange(tokens) * 3 // tokens).expand(B, tokens))

@@ -134,6 +134,9 @@ def test_gated(weight: bool, swiglu: bool, dtype: torch.dtype) -> None:
         return
     given = [noise(6, 10, seed=5).to(dtype), *given]
     check(gated_linear, given)
+    w_DF, *hidden = (x.to(DEVICE).requires_grad_() for x in given)
+    grads = torch.autograd.grad(gated_linear(w_DF, *hidden, backend="triton").sum(), hidden)
+    assert len({g.untyped_storage().data_ptr() for g in grads}) == 1, "halves of one tensor"
 
 
 def test_no_tokens_and_one_token_of_a_decoding() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from megacpp.kernels.linears import linears, wide_linear
 from tests.model.in_child import run_cases
@@ -89,6 +92,40 @@ def test_thin_layers_are_one_product() -> None:
     made[0].register_forward_hook(lambda *_: seen.append(1))
     linears(x, *made)
     assert seen == [1]
+
+
+def test_gradients_in_one_tensor_take_one_product_each() -> None:
+    """Of the input and of all weights, whose gradients add up over backwards; or one is frozen."""
+    made = [nn.Linear(8, 3, bias=False, dtype=torch.float64) for _ in range(2)]
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    dys = torch.randn(2, 5, 6, dtype=torch.float64).chunk(2, -1)
+    leaves = [x, *(layer.weight for layer in made)]
+    want = torch.autograd.grad([layer(x) for layer in made], leaves, dys)
+    for number in (1, 2):
+        with FlopCounterMode(display=False) as flops, Products() as products:
+            torch.autograd.backward(linears(x, *made), dys)
+        assert products.number == 2 + 2 and flops.get_total_flops() == 3 * 2 * 10 * 8 * 6
+        for leaf, right in zip(leaves, want, strict=True):
+            assert leaf.grad is not None and leaf.grad.is_contiguous()
+            assert (leaf.grad - number * right).abs().max() < 1e-14
+    with Products() as products:  # as a zero-bubble pipeline walks first
+        first = torch.autograd.grad(linears(x, *made), x, dys)[0]
+    assert products.number == 2 + 1 and (first - want[0]).abs().max() < 1e-14
+    made[0].weight.requires_grad_(False)
+    only = torch.autograd.grad(linears(x, *made), made[1].weight, dys)[0]
+    assert torch.equal(only, want[2])
+
+
+class Products(TorchDispatchMode):
+    """Number of products of two matrices."""
+
+    number = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.number += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -48,6 +48,7 @@ def units_backward(
     groups: Groups | None,
     grad_SI: Tensor,
     wants_units: bool,
+    other_SI: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return the gradients of all given tensors, and the weighed units again if they are wanted.
 
@@ -60,10 +61,16 @@ def units_backward(
         groups: slots of these copies.
         grad_SI: gradient of the weighed units; overwritten.
         wants_units: compute the weighed units again.
+        other_SI: memory for the gradient of `gate` beside one of `up`, its rows as far apart as
+            those of `grad_SI`; None: new memory.
     """
     copies = _slots_of(weights_TK, groups)
-    other, weight, units = _units_backward(gate_SI, up_SI, *copies, grad_SI, wants_units)
-    grads = [grad_SI] if up_SI is None else [other, grad_SI]
+    if up_SI is None:
+        other_SI = grad_SI.new_empty(0)
+    elif other_SI is None:
+        other_SI = torch.empty_like(grad_SI)
+    weight, units = _units_backward(gate_SI, up_SI, *copies, grad_SI, other_SI, wants_units)
+    grads = [grad_SI] if up_SI is None else [other_SI, grad_SI]
     return grads + ([] if weights_TK is None else [weight]), units if wants_units else None
 
 
@@ -100,7 +107,7 @@ def _units(
     return out_SI
 
 
-@torch.library.custom_op("megacpp::experts_units_backward", mutates_args=("grad_SI",))
+@torch.library.custom_op("megacpp::experts_units_backward", mutates_args=("grad_SI", "other_SI"))
 def _units_backward(
     gate_SI: Tensor,
     up_SI: Tensor | None,
@@ -109,11 +116,13 @@ def _units_backward(
     token_S: Tensor | None,
     kept_TK: Tensor | None,
     grad_SI: Tensor,
+    other_SI: Tensor,
     wants_units: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    assert grad_SI.is_contiguous(), "written in place"
+) -> tuple[Tensor, Tensor]:
+    assert grad_SI.stride(1) == 1, "written in place"
+    assert up_SI is None or other_SI.stride() == grad_SI.stride(), "one place in both"
     gate_SI, (S, hidden) = gate_SI.contiguous(), gate_SI.shape
-    other_SI, dweight_TK, units_SI = _of_backward(gate_SI, up_SI, weights_TK, wants_units)
+    dweight_TK, units_SI = _of_backward(gate_SI, weights_TK, wants_units)
     if kept_TK is not None or not len(gate_SI):  # copies without a slot
         dweight_TK.zero_()
     if gate_SI.numel():
@@ -122,14 +131,14 @@ def _units_backward(
         launch(
             _units_backward_kernel,
             (S,),
-            *(gate_SI, up, *copies, grad_SI, other_SI, dweight_TK, units_SI),
+            *(gate_SI, up, *copies, grad_SI, other_SI, dweight_TK, units_SI, grad_SI.stride(0)),
             hidden=hidden,
             GATED=up_SI is not None,
             UNITS=wants_units,
             BLOCK=BLOCK,
             **_weighing(weights_TK, kept_TK),
         )
-    return other_SI, dweight_TK, units_SI
+    return dweight_TK, units_SI
 
 
 def _given(gate_SI: Tensor, *given: Tensor | None) -> list[Tensor]:
@@ -143,13 +152,11 @@ def _weighing(weights_TK: Tensor | None, kept_TK: Tensor | None) -> dict[str, An
 
 
 def _of_backward(
-    gate_SI: Tensor, up_SI: Tensor | None, weights_TK: Tensor | None, wants_units: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for the gradients of gate and weights, and for the units, if wanted."""
-    none = gate_SI.new_empty(0)
-    other_SI = torch.empty_like(gate_SI) if up_SI is not None else none
+    gate_SI: Tensor, weights_TK: Tensor | None, wants_units: bool
+) -> tuple[Tensor, Tensor]:
+    """Return memory for the gradient of weights, and for the units, if wanted."""
     dweight_TK = gate_SI.new_empty(0) if weights_TK is None else torch.empty_like(weights_TK)
-    return other_SI, dweight_TK, torch.empty_like(gate_SI) if wants_units else none.clone()
+    return dweight_TK, torch.empty_like(gate_SI) if wants_units else gate_SI.new_empty(0)
 
 
 @_units.register_fake
@@ -160,8 +167,8 @@ def _(gate_SI: Tensor, *_: Tensor | None) -> Tensor:
 @_units_backward.register_fake
 def _(
     gate_SI: Tensor, up_SI: Tensor | None, weights_TK: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _of_backward(gate_SI, up_SI, weights_TK, rest[-1])
+) -> tuple[Tensor, Tensor]:
+    return _of_backward(gate_SI, weights_TK, rest[-1])
 
 
 @triton.jit
@@ -199,7 +206,7 @@ def _units_kernel(
 
 @triton.jit
 def _units_backward_kernel(
-    gate, up, weights, slots, tokens, kept, grad, other, dweights, units,
+    gate, up, weights, slots, tokens, kept, grad, other, dweights, units, apart,
     hidden: tl.constexpr, GATED: tl.constexpr, UNITS: tl.constexpr, K: tl.constexpr,
     SOME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -211,9 +218,9 @@ def _units_backward_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, hidden, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside, place = column < hidden, slot * hidden + column
+        inside, place, of_grad = column < hidden, slot * hidden + column, slot * apart + column
         g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-        d = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(grad + of_grad, mask=inside, other=0.0).to(tl.float32)
         if GATED:
             u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
             sigmoid = 1.0 / (1.0 + tl.exp(-g))
@@ -222,14 +229,14 @@ def _units_backward_kernel(
             total += d * act
             d = d * factor
             dgate = d * u * sigmoid * (1.0 + g * (1.0 - sigmoid))
-            tl.store(other + place, dgate.to(other.dtype.element_ty), mask=inside)
-            tl.store(grad + place, (d * part).to(grad.dtype.element_ty), mask=inside)
+            tl.store(other + of_grad, dgate.to(other.dtype.element_ty), mask=inside)
+            tl.store(grad + of_grad, (d * part).to(grad.dtype.element_ty), mask=inside)
         else:
             part = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
             act = part * part
             total += d * act
             d = 2.0 * d * factor * part
-            tl.store(grad + place, d.to(grad.dtype.element_ty), mask=inside)
+            tl.store(grad + of_grad, d.to(grad.dtype.element_ty), mask=inside)
         if UNITS:
             tl.store(units + place, (act * factor).to(units.dtype.element_ty), mask=inside)
     if K:
