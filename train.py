@@ -86,8 +86,8 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         rates, grad_accum = learning_rates(optimizer, peaks, factor), launch.batches.accum(step)
         corpus.begin_step(step, loader.position)
         sums = boundary.accumulate(clock.reading(loader.take(grad_accum)), step)
-        copies, scale = boundary.copies, boundary.loss_scale.value
-        norm = clip_gradients(model, config.optim.clip_norm, copies, sums.along, scale)
+        params, copies, scale = boundary.params, boundary.copies, boundary.loss_scale.value
+        norm = clip_gradients(params, config.optim.clip_norm, copies, sums.along, scale)
         if qk_clip:
             qk_clip.measure()
         with loader.ahead(step + 1, launch.batches.accum(step + 1), clock.part("data")):

@@ -75,7 +75,10 @@ def step_path(name: str) -> StepPath:
             try:
                 sums = boundary.accumulate(batches, step)
                 norm = clip_gradients(
-                    model, config.optim.clip_norm, copies=boundary.copies, along=sums.along
+                    model.parameters(),
+                    config.optim.clip_norm,
+                    copies=boundary.copies,
+                    along=sums.along,
                 )
                 status = boundary.check_step(sums, norm)
                 optimizer.step()

@@ -113,7 +113,7 @@ def steps_of(rank: int, size: int, mesh: MeshConfig, steps: int) -> dict[str, An
             dist.barrier()
         began = time.perf_counter()
         boundary.accumulate(batches)
-        clip_gradients(model, config.optim.clip_norm, copies=boundary.copies)
+        clip_gradients(model.parameters(), config.optim.clip_norm, copies=boundary.copies)
         optimizer.step()
         optimizer.zero_grad()
         boundary.finish_step()

@@ -65,10 +65,11 @@ class BuiltRun:
 
     def update(self) -> None:
         """Clip, step and zero the gradients."""
-        clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
+        boundary = self.boundary
+        clip_gradients(boundary.params, self.config.optim.clip_norm, boundary.copies)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.boundary.finish_step()
+        boundary.finish_step()
 
 
 class Trainer(BuiltRun):

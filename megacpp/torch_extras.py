@@ -11,7 +11,7 @@ torch's allocator of pinned memory keeps what a copy still reads.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -69,8 +69,19 @@ def _reached(node: Any) -> bool:
 
 def is_dtensor(t: object) -> TypeGuard[DTensor]:
     """Return whether `t` is a DTensor; False as long as the class isn't imported."""
+    return isinstance(t, _dtensor_class())
+
+
+def dtensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return those of some tensors, of any shapes, that are DTensors."""
+    kind = _dtensor_class()
+    return [t for t in tensors if isinstance(t, kind)] if kind else []
+
+
+def _dtensor_class() -> type[DTensor] | tuple[()]:
+    """Return the class DTensor, or as long as it isn't imported (), of which nothing is one."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(t, module.DTensor)
+    return () if module is None else module.DTensor
 
 
 def local_part(t: Tensor) -> Tensor:
@@ -82,6 +93,12 @@ def local_part(t: Tensor) -> Tensor:
         t: any shape.
     """
     return t._local_tensor if is_dtensor(t) else t  # `to_local` makes a view of a parameter
+
+
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return `local_part` of each tensor, of any shapes."""
+    kind = _dtensor_class()
+    return [t._local_tensor if isinstance(t, kind) else t for t in tensors] if kind else [*tensors]
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:

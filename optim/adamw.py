@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.torch_extras import local_part
+from megacpp.torch_extras import local_parts
 from optim.cautious import cautious_adamw
 
 
@@ -30,14 +30,14 @@ def adamw_update(
             0-d fp32 tensor on the parameter's device that the caller has incremented already.
     """
     kinds: dict[Any, list[tuple[Tensor, dict[str, Tensor]]]] = {}
-    for p, state in zip(params, states, strict=True):
-        assert p.grad is not None
-        update, moment = _fused_update, local_part(state["exp_avg"])
+    moments = local_parts(state["exp_avg"] for state in states)
+    for p, state, moment in zip(params, states, moments, strict=True):
+        update = _fused_update
         if hasattr(moment, "codes"):  # 8 or 4 bit
             from optim.low_bit import low_bit_update
 
             update = low_bit_update
-        elif moment.device != local_part(p).device:
+        elif moment.device != p.device:
             from optim.offload import offloaded_update
 
             update = offloaded_update
@@ -52,10 +52,10 @@ def _fused_update(
     """Update all parameters of one dtype by one kernel call, with moments of the same dtype."""
     adamw_kernel(
         group,
-        [local_part(p) for p in params],
-        [local_part(p.grad) for p in params if p.grad is not None],
-        [local_part(state["exp_avg"]) for state in states],
-        [local_part(state["exp_avg_sq"]) for state in states],
+        local_parts(params),
+        local_parts(p.grad for p in params if p.grad is not None),
+        local_parts(state["exp_avg"] for state in states),
+        local_parts(state["exp_avg_sq"] for state in states),
         [state["step"] for state in states],
     )
 

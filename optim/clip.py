@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacpp.torch_extras import is_dtensor, local_part, region
+from megacpp.torch_extras import dtensors, local_parts, region
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @region("clip")
 @torch.no_grad()
 def clip_gradients(
-    model: nn.Module,
+    params: Iterable[nn.Parameter],
     max_norm: float,
     copies: Iterable[nn.Parameter] = (),
     along: Tensor | None = None,
@@ -31,7 +31,7 @@ def clip_gradients(
     non-finite norm leaves the gradients unchanged; the caller skips the step.
 
     Args:
-        model: this rank's part of the model; each pipeline stage passes its own parameters.
+        params: of this rank's part of the model; each pipeline stage passes its own.
         max_norm: 0 measures only.
         copies: parameters that another rank counts already (the tied weight on the second of two
             pipeline stages, whose gradient is the same sum): scaled, but not counted.
@@ -42,8 +42,8 @@ def clip_gradients(
     Returns:
         The norm before clipping, divided by `loss_scale`: 0-d fp64, the same on every rank.
     """
-    params = list(model.parameters())
-    group = dist.group.WORLD if any(is_dtensor(p) for p in params) else None
+    params = list(params)
+    group = dist.group.WORLD if dtensors(params) else None
     grads = [p.grad for p in params if p.grad is not None]
     ids = {id(p) for p in copies}
     counted = [p.grad for p in params if p.grad is not None and id(p) not in ids]
@@ -55,7 +55,7 @@ def clip_gradients(
         return norm  # the factor is 1; on a GPU testing it would wait for the device
     limit = max_norm or torch.inf
     factor = (limit / (norm + 1e-6)).clamp_(max=1.0).where(norm.isfinite(), 1.0) / loss_scale
-    local = [local_part(g) for g in grads]
+    local = local_parts(grads)
     for dtype in dict.fromkeys(g.dtype for g in local):
         # foreach is fast with a factor of the tensors' own dtype
         torch._foreach_mul_([g for g in local if g.dtype == dtype], factor.to(dtype))
@@ -83,12 +83,12 @@ def gradient_norm(
         device: device of the result if there is no gradient.
         along: `[N]` further fp64 numbers that the same all-reduce sums, in place.
     """
-    assert group is not None or not any(is_dtensor(g) for g in grads), "shards need a group"
+    assert group is not None or not dtensors(grads), "shards need a group"
     ranks = 1 if group is None else dist.get_world_size(group)
     alike: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-    for g in grads:
-        copies = _copies(g) if is_dtensor(g) else ranks
-        alike.setdefault((copies, g.dtype), []).append(local_part(g))
+    for g, local in zip(grads, local_parts(grads), strict=True):
+        copies = ranks if local is g else _copies(g)  # type: ignore[arg-type]
+        alike.setdefault((copies, g.dtype), []).append(local)
     square = torch.zeros(1, dtype=torch.float64, device=grads[0].device if grads else device)
     for (copies, dtype), same in alike.items():
         wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megacpp.torch_extras import is_dtensor, local_part
+from megacpp.torch_extras import dtensors, local_part
 from optim.low_bit import plain, write
 
 
@@ -83,8 +83,7 @@ def apply_low_rank_updates(group: dict[str, Any], folds: Sequence[LowRankUpdate]
             _decay_and_add(group, w_OD, s_OZ, p_DZ)
             s_OZ.zero_()
             member.updates += 1
-    written = [f.weight for f in folds if is_dtensor(f.weight)]
-    torch.autograd.graph.increment_version(written)
+    torch.autograd.graph.increment_version(dtensors(f.weight for f in folds))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.torch_extras import local_part
+from megacpp.torch_extras import local_part, local_parts
 from optim.exchange import AsyncAllToAll, CommBucket, JobSlice, LocalJobs, PackedBuffer, SolveBatch
 from optim.muon_plan import Exchange, MuonPlan
 from optim.newton_schulz import newton_schulz, update_scale
@@ -41,8 +41,8 @@ class MuonStep:
         self.rates = {n: float(groups[n]["lr"]) for n in {m.group for m in plan.matrices}}
         grads = [m.parameter.grad for m in plan.matrices]
         self.grads = [None if g is None else local_part(g) for g in grads]
-        self.weights = [local_part(m.parameter) for m in plan.matrices]
-        self.momenta = [local_part(m) for m in momenta]
+        self.weights = local_parts(m.parameter for m in plan.matrices)
+        self.momenta = local_parts(momenta)
         self._decay()
         self.buckets = [(e, bucket) for e in plan.exchanges for bucket in e.buckets]
         self.flying = self._send(0)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacpp.torch_extras import is_dtensor
+from megacpp.torch_extras import dtensors
 from optim.adamw import adamw_update
 from optim.compressed import LowRankUpdate, apply_low_rank_updates, redraw, resume
 from optim.initial_state import StateKind, Width, momentum_dtype, new_state, wire_dtype
@@ -165,7 +165,7 @@ class MuonAdamW(SavedState):
         muon.finish()
         # Local shards were written to, which autograd notices on plain parameters only.
         torch.autograd.graph.increment_version(
-            [p for group in self.param_groups for p in group["params"] if is_dtensor(p)]
+            dtensors(p for group in self.param_groups for p in group["params"])
         )
         return loss
 

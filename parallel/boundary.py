@@ -62,6 +62,7 @@ class AccumulationBoundary:
         leaves: whether this rank was told to stop; asked once a step.
 
     Attributes:
+        params: of this rank's part of the model.
         copies: parameters of which another pipeline stage holds the first copy, with the same
             gradient: a norm over all ranks must not count them.
         loss_scale: factor of the loss in the backward; 1 except in fp16.
@@ -84,6 +85,7 @@ class AccumulationBoundary:
 
             self.units, self.partial = fsdp_units(model), partial_parameters(model)
         self.pipeline: Pipeline | None = None
+        self.params = list(model.parameters())
         self.copies: list[nn.Parameter] = []
         if stages := stages_of(model):
             from parallel.pipeline import Pipeline

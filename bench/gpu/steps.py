@@ -114,7 +114,7 @@ class CapturedSteps(Steps):
 
     def update(self) -> None:
         """Clip, step and zero the gradients."""
-        clip_gradients(self.model, self.config.optim.clip_norm)
+        clip_gradients(self.model.parameters(), self.config.optim.clip_norm)
         self.optimizer.step()
         self._zero()
         self.boundary.finish_step()

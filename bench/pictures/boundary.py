@@ -71,7 +71,7 @@ def step_of_a_rank(
     with CollectiveLog(world.meshes) as log:
         model.register_forward_pre_hook(lambda *_: begun.append(len(log.calls)))
         sums = boundary.accumulate(batches)
-        clip_gradients(model, 1.0, along=sums.along)
+        clip_gradients(model.parameters(), 1.0, along=sums.along)
     weights = [sums.valid_tokens / d for d in sums.totals.divisors(rule).tolist()]
     kinds = [call.kind for call in log.calls]
     cuts = pairwise([0, *begun[1:], kinds.index("reduce_scatter"), len(kinds)])

@@ -64,7 +64,7 @@ def stages(spoilt: bool) -> Iterator[tuple[str, dict[str, list[Tensor]]]]:
     if spoilt:
         next(p.grad for p in model.parameters() if p.grad is not None).view(-1)[0] = torch.nan
     yield STEPS[0], held()
-    norm = clip_gradients(model, config.optim.clip_norm, along=sums.along)
+    norm = clip_gradients(model.parameters(), config.optim.clip_norm, along=sums.along)
     yield STEPS[1], held()
     status = boundary.check_step(sums, norm)
     yield STEPS[2], held()

@@ -87,7 +87,7 @@ def steps_by_policy(rank: int, size: int) -> dict[str, list[tuple[str, float]]]:
             if step == BAD:
                 spoil(model, rank)
             sums = boundary.accumulate(rows_of_step(world, step))
-            norm = clip_gradients(model, 1.0, along=sums.along)
+            norm = clip_gradients(model.parameters(), 1.0, along=sums.along)
             try:
                 seen = boundary.check_step(sums, norm)
             except NonFiniteError:

@@ -83,7 +83,7 @@ def dependencies() -> Dependencies:
     return Dependencies(
         optimizers=lambda model, config, groups: build_optimizer(model, config, groups),
         clip=lambda model, config, copies, along: clip_gradients(
-            model, config.optim.clip_norm, copies=copies, along=along
+            model.parameters(), config.optim.clip_norm, copies=copies, along=along
         ),
         prepare=ActivationCheckpointing,
     )

@@ -102,7 +102,7 @@ class Trainee:
         sums = boundary.accumulate(_batches(config, microbatches, stage))
         with stage("clip"):
             clip_gradients(
-                self.model,
+                self.model.parameters(),
                 config.optim.clip_norm,
                 copies=boundary.copies,
                 along=sums.along,

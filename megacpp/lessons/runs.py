@@ -244,7 +244,7 @@ def train(rank: int, run: Run, collectives: bool = False) -> Trace:
             counts = [r.tokens_per_expert.clone() for r in routers]
             trace.counts = [world.sum(c, "stage") for c in counts]
         norm = clip_gradients(
-            model, config.optim.clip_norm, copies=boundary.copies, along=sums.along
+            model.parameters(), config.optim.clip_norm, copies=boundary.copies, along=sums.along
         )
         trace.clipped.append(gradients(model, places))
         status = boundary.check_step(sums, norm)

@@ -80,7 +80,7 @@ def train(rank: int, run: Run, folder: Path, source: Path | None = None) -> Trac
         if state.step == 0:
             found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
             trace.gradients = slices(found)
-        norm = clip_gradients(model, 1.0, copies=boundary.copies, along=sums.along)
+        norm = clip_gradients(model.parameters(), 1.0, copies=boundary.copies, along=sums.along)
         trace.norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()

@@ -80,7 +80,7 @@ def steps(rank: int, world_size: int, run: Run, gather: bool) -> tuple[dict[str,
     boundary, figures = AccumulationBoundary(model, world, config), []
     for step in range(2):
         sums = boundary.accumulate(batches_of(step, world, run), step)
-        norm = clip_gradients(model, 1.0, copies=boundary.copies, along=sums.along)
+        norm = clip_gradients(model.parameters(), 1.0, copies=boundary.copies, along=sums.along)
         status = boundary.check_step(sums, norm)
         figures += [status.loss, status.grad_norm]
         optimizer.step()

@@ -105,7 +105,10 @@ class Trainer:
         """Everything of a step before somebody looks at a number: sums, and the gradients' norm."""
         sums = self.boundary.accumulate(batches, step)
         norm = clip_gradients(
-            self.model, self.config.optim.clip_norm, copies=self.boundary.copies, along=sums.along
+            self.model.parameters(),
+            self.config.optim.clip_norm,
+            copies=self.boundary.copies,
+            along=sums.along,
         )
         return sums, norm
 

@@ -38,7 +38,7 @@ def grads(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_equals_torch(dtype: torch.dtype, max_norm: float) -> None:
     ours, theirs = module(dtypes=(dtype,)), module(dtypes=(dtype,))
-    norm = clip_gradients(ours, max_norm)
+    norm = clip_gradients(ours.parameters(), max_norm)
     want = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
     eps = torch.finfo(dtype).eps
     assert norm.dtype == torch.float64
@@ -52,9 +52,11 @@ def test_equals_torch(dtype: torch.dtype, max_norm: float) -> None:
 def test_by_hand() -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))])
     model[0].grad, model[1].grad = torch.tensor([1.0, 2.0]), torch.tensor([2.0])
-    assert clip_gradients(model, 0.3).item() == pytest.approx(3.0)
+    assert clip_gradients(model.parameters(), 0.3).item() == pytest.approx(3.0)
     assert model[0].grad.tolist() == pytest.approx([0.1, 0.2], rel=1e-6)
-    assert clip_gradients(model, 0.0).item() == pytest.approx(0.3, rel=1e-6)  # only measured
+    assert clip_gradients(model.parameters(), 0.0).item() == pytest.approx(
+        0.3, rel=1e-6
+    )  # only measured
 
 
 @pytest.mark.parametrize(("max_norm", "factor"), [(0.0, 1.0), (100.0, 1.0), (2.5, 0.5)])
@@ -62,7 +64,7 @@ def test_the_loss_scale_is_divided_out_clipped_or_not(max_norm: float, factor: f
     """Gradients of norm 5 of a loss times 1024."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(2))])
     model[0].grad = 1024 * torch.tensor([3.0, 4.0])
-    assert clip_gradients(model, max_norm, loss_scale=1024.0).item() == 5.0
+    assert clip_gradients(model.parameters(), max_norm, loss_scale=1024.0).item() == 5.0
     want = factor * torch.tensor([3.0, 4.0])
     assert torch.allclose(grads(model)[0], want, rtol=1e-6, atol=0)
 
@@ -70,9 +72,9 @@ def test_the_loss_scale_is_divided_out_clipped_or_not(max_norm: float, factor: f
 def test_mixed_dtypes_and_no_gradients() -> None:
     model = module(dtypes=(torch.float32, torch.float64, torch.bfloat16))
     want = torch.cat([g.double().flatten() for g in grads(model)]).norm().item()
-    assert clip_gradients(model, want / 2).item() == pytest.approx(want, rel=1e-6)
-    assert clip_gradients(model, 0.0).item() == pytest.approx(want / 2, rel=2.0**-8)
-    assert clip_gradients(nn.Linear(2, 2), 1.0).item() == 0
+    assert clip_gradients(model.parameters(), want / 2).item() == pytest.approx(want, rel=1e-6)
+    assert clip_gradients(model.parameters(), 0.0).item() == pytest.approx(want / 2, rel=2.0**-8)
+    assert clip_gradients(nn.Linear(2, 2).parameters(), 1.0).item() == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -80,7 +82,7 @@ def test_non_finite_gradients_are_reported_and_left(value: float) -> None:
     model = module()
     grads(model)[1][2, 1] = value
     before = [g.clone() for g in grads(model)]
-    assert not clip_gradients(model, 0.5).isfinite()
+    assert not clip_gradients(model.parameters(), 0.5).isfinite()
     for g, b in zip(grads(model), before, strict=True):
         assert torch.equal(g.nan_to_num(7, 7, 7), b.nan_to_num(7, 7, 7))
 
@@ -90,7 +92,7 @@ def test_squares_of_large_norms_do_not_overflow() -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(4)])
     for p in model:
         p.grad = torch.tensor([1.2e19])
-    assert clip_gradients(model, 1.0).item() == pytest.approx(2.4e19, rel=1e-6)
+    assert clip_gradients(model.parameters(), 1.0).item() == pytest.approx(2.4e19, rel=1e-6)
     assert grads(model)[0].item() == pytest.approx(0.5, rel=1e-6)
 
 
@@ -122,7 +124,7 @@ def test_replicas_shards_and_plain_tensors_count_once() -> None:
         return norm, full
 
     single = module()
-    want = clip_gradients(single, 0.5).item()
+    want = clip_gradients(single.parameters(), 0.5).item()
     for norm, full in run_ranks(body, 4):
         assert norm == pytest.approx(want, rel=1e-6)
         for g, w in zip(full, grads(single), strict=True):
@@ -141,7 +143,7 @@ def test_fsdp_shards_equal_torch_on_one_rank() -> None:
         for layer in (model[0], model[2], model):
             fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
         (model(x_BD[rank::world]).square().sum() * world).backward()  # FSDP2 divides by ranks
-        norm = clip_gradients(model, 0.5)
+        norm = clip_gradients(model.parameters(), 0.5)
         return norm.item(), [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
 
     model = build()

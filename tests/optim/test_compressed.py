@@ -224,7 +224,7 @@ def test_norms_and_the_loss_scale_are_those_of_the_latents() -> None:
             if p.requires_grad:
                 p.grad = gradient(number, p) * scale
         square = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
-        norm = clip_gradients(model, 1.0, loss_scale=scale)
+        norm = clip_gradients(model.parameters(), 1.0, loss_scale=scale)
         assert norm == pytest.approx(float(square) ** 0.5 / scale, rel=1e-12)
         optimizer.step()
         found.append(everything(model, optimizer))

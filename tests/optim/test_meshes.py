@@ -271,7 +271,9 @@ def trace(
         run.train(optimizer)
     state = run.state(optimizer)
     with CollectiveCounter() as clipping:
-        norm = clip_gradients(run.model, MAX_NORM, copies=[run.params[name] for name in copies])
+        norm = clip_gradients(
+            run.model.parameters(), MAX_NORM, copies=[run.params[name] for name in copies]
+        )
     return Trace(
         run.cells,
         state,
@@ -412,7 +414,7 @@ def test_a_non_finite_gradient_on_one_rank_stops_all() -> None:
         if rank == 3:
             run.gradients()["cols"][1, 2] = math.inf
         before = {name: g.clone() for name, g in run.gradients().items()}
-        norm = clip_gradients(run.model, MAX_NORM)
+        norm = clip_gradients(run.model.parameters(), MAX_NORM)
         after = run.gradients()
         return not norm.isfinite() and all(torch.equal(after[n], g) for n, g in before.items())
 

@@ -186,7 +186,9 @@ class Prepared:
         sums: StepSums = boundary.accumulate(batches_of(step, self.world, self.run))
         for hook in hooks:
             hook.remove()
-        norm = clip_gradients(self.model, 1.0, copies=boundary.copies, along=sums.along)
+        norm = clip_gradients(
+            self.model.parameters(), 1.0, copies=boundary.copies, along=sums.along
+        )
         seen.statuses.append(boundary.check_step(sums, norm))
         if step == BAD:
             seen.where = boundary.where()
@@ -391,7 +393,7 @@ def test_nothing_is_read_before_the_verdict() -> None:
     guard.reset()
     guard.clean_unreduced()
     along = torch.stack([guard.total])
-    norm = clip_gradients(model, 1.0, along=along, loss_scale=2.0)
+    norm = clip_gradients(model.parameters(), 1.0, along=along, loss_scale=2.0)
     with pytest.raises(RuntimeError, match="meta"):
         norm.item()
 

@@ -47,7 +47,7 @@ def play(rank: int, _world: int, precision: PrecisionConfig) -> dict[str, Seen]:
             sums, scale = boundary.accumulate(batches_of(step % 3, world, run)), boundary.loss_scale
             before = scale.value
             norm = clip_gradients(
-                model, 1.0, copies=boundary.copies, along=sums.along, loss_scale=before
+                model.parameters(), 1.0, copies=boundary.copies, along=sums.along, loss_scale=before
             )
             status = boundary.check_step(sums, norm)
             if status.healthy:
@@ -98,7 +98,9 @@ def test_what_the_optimizer_sees_has_no_scale(mesh: str) -> None:
     model = build_model(config, world)
     boundary = AccumulationBoundary(model, world, config)
     sums = boundary.accumulate(batches_of(number % 3, world, run))
-    wide = boundary.check_step(sums, clip_gradients(model, 1.0, along=sums.along)).grad_norm
+    wide = boundary.check_step(
+        sums, clip_gradients(model.parameters(), 1.0, along=sums.along)
+    ).grad_norm
     assert abs(norm / wide - 1) < 2**-8, (norm, wide)
 
 

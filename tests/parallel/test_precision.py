@@ -74,7 +74,7 @@ def train(config: Config, steps: int, first: int = 0) -> Trained:
     for step in range(steps):
         scale = boundary.loss_scale.value
         sums = boundary.accumulate([batch_of(first + step)], step)
-        norm = clip_gradients(model, 1.0, copies=boundary.copies, loss_scale=scale)
+        norm = clip_gradients(model.parameters(), 1.0, copies=boundary.copies, loss_scale=scale)
         status = boundary.check_step(sums, norm)
         if status.healthy:
             if not found.gradients:

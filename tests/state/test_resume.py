@@ -122,7 +122,7 @@ def train(rank: int, run: Run, folder: Path, source: Path | None) -> Trace:
     while state.step < AFTER:
         batches = list(loader.take(run.accum))
         sums = boundary.accumulate(batches)
-        norm = clip_gradients(model, config.optim.clip_norm, copies=boundary.copies)
+        norm = clip_gradients(model.parameters(), config.optim.clip_norm, copies=boundary.copies)
         optimizer.step()
         optimizer.zero_grad()
         boundary.finish_step()

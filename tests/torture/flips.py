@@ -88,7 +88,9 @@ class Training:
     def step(self, number: int) -> None:
         """Make one step, as train.py does."""
         sums = self.boundary.accumulate(self.batches[number], number)
-        norm = clip_gradients(self.model, 1.0, copies=self.boundary.copies, along=sums.along)
+        norm = clip_gradients(
+            self.model.parameters(), 1.0, copies=self.boundary.copies, along=sums.along
+        )
         status = self.boundary.check_step(sums, norm)
         if status.healthy:
             self.optimizer.step()
