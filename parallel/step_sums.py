@@ -21,7 +21,7 @@ from megacpp.data.batches import Batch
 from megacpp.model.auxiliary import TERMS
 from megacpp.model.head import LossSum
 from megacpp.model.hybrid import HybridLM
-from megacpp.torch_extras import is_dtensor
+from megacpp.torch_extras import local_parts
 from parallel.mesh import World
 from parallel.watched_units import watched_units
 
@@ -205,30 +205,28 @@ class NonFiniteGuard:
     def clean(self, number: int, values: Tensor) -> None:
         """Count the non-finite entries of `values` and put zeros there.
 
-        A CPU checks first whether there is any, which costs less than a count; a GPU would have to
-        wait for the answer.
-
         Args:
             number: row of `counts`.
             values: any shape; changed in place.
         """
-        if not values.numel():
+        if _known_finite([values]):
             return
-        looks = values.device.type == "cpu"
-        if looks and math.isfinite(torch.linalg.vector_norm(values).item()):
-            return  # the 2-norm is the cheapest look by far; where it overflows, the count decides
         self.counts[number] += values.numel() - values.isfinite().sum()
         torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
 
+    @torch.no_grad()
     def clean_unreduced(self) -> None:
         """Clean gradients that no reduce-scatter has seen; call it after the last backward.
 
         No other rank has received any part of these yet.
         """
         first = len(self.names) - len(self.loose)
-        for number, (_, p) in enumerate(self.loose, first):
-            if p.grad is not None:
-                self.clean(number, p.grad.to_local() if is_dtensor(p.grad) else p.grad)
+        loose = enumerate((p.grad for _, p in self.loose), first)
+        grads = {number: grad for number, grad in loose if grad is not None}
+        local = local_parts(grads.values())
+        if not _known_finite(local):
+            for number, values in zip(grads, local, strict=True):
+                self.clean(number, values)
 
     def reset(self) -> None:
         """Zero all counts."""
@@ -237,6 +235,17 @@ class NonFiniteGuard:
     def found(self) -> dict[str, int]:
         """Return counts by name, without the zeros; waits for the device."""
         return {n: c for n, c in zip(self.names, self.counts.tolist(), strict=True) if c}
+
+
+def _known_finite(tensors: list[Tensor]) -> bool:
+    """Return whether a CPU finds all entries of some tensors, of any shapes, to be finite.
+
+    The 2-norm is the cheapest look by far; where it overflows, a count decides. A GPU would have to
+    wait for the answer.
+    """
+    if not tensors or tensors[0].device.type != "cpu":
+        return not tensors
+    return math.isfinite(torch.stack(torch._foreach_norm(tensors)).sum().item())
 
 
 def look_before_reduction(unit: FSDPModule, look: Callable[[Tensor], None]) -> None:
