@@ -221,8 +221,7 @@ class NonFiniteGuard:
         No other rank has received any part of these yet.
         """
         first = len(self.names) - len(self.loose)
-        loose = enumerate((p.grad for _, p in self.loose), first)
-        grads = {number: grad for number, grad in loose if grad is not None}
+        grads = {n: p.grad for n, (_, p) in enumerate(self.loose, first) if p.grad is not None}
         local = local_parts(grads.values())
         if not _known_finite(local):
             for number, values in zip(grads, local, strict=True):
@@ -245,7 +244,8 @@ def _known_finite(tensors: list[Tensor]) -> bool:
     """
     if not tensors or tensors[0].device.type != "cpu":
         return not tensors
-    return math.isfinite(torch.stack(torch._foreach_norm(tensors)).sum().item())
+    norms = torch._foreach_norm(tensors)
+    return math.isfinite((torch.stack(norms).sum() if norms[1:] else norms[0]).item())
 
 
 def look_before_reduction(unit: FSDPModule, look: Callable[[Tensor], None]) -> None:
