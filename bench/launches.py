@@ -141,7 +141,7 @@ def counted() -> Iterator[LaunchCounter]:
         for owner, name, instead in (
             (KernelInterface, "__getitem__", lambda *_: counter.kernel),
             (m2rnn_triton.Launch, "_start", counter.kernel),
-            (torch.ops.aten, "_fused_rms_norm", counter._rms_norm),
+            (torch, "_fused_rms_norm", counter._rms_norm),
             (experts, "group_rows", group_rows),
             (m2rnn_chunks, "_Chunk", RECURRENCE),
             (rows_of_experts, "_slots", lambda sizes, *rest: most_slots(len(sizes), *rest)),

@@ -11,8 +11,9 @@ torch's allocator of pinned memory keeps what a copy still reads.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -42,6 +43,21 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's `once_differentiable` of a Function's backward, for the fewest calls.
+
+    torch's turns gradients off around every backward. They are on in those alone that are
+    differentiated themselves (`create_graph`).
+    """
+    guarded = torch.autograd.function.once_differentiable(backward)
+
+    @wraps(backward)
+    def chosen(ctx: Any, *grads: Tensor | None) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return chosen
+
+
 def needs_input_grad_now(ctx: Any) -> tuple[bool, ...]:
     """Return for each input of the Function whether its gradient is used in this walk of the graph.
 
@@ -53,8 +69,9 @@ def needs_input_grad_now(ctx: Any) -> tuple[bool, ...]:
     needed = ctx.needs_input_grad
     if torch.compiler.is_compiling():  # the compiler takes out what no output needs
         return needed
-    tensors = [node is not None and _reached(node) for node, _ in ctx.next_functions]
-    return tuple(n and t for n, t in zip(needed, tensors, strict=False)) + needed[len(tensors) :]
+    inputs = zip(needed, ctx.next_functions, strict=False)
+    now = [need and node is not None and _reached(node) for need, (node, _) in inputs]
+    return *now, *needed[len(now) :]
 
 
 def _reached(node: Any) -> bool:

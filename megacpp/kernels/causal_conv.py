@@ -11,10 +11,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.model.documents import Documents
-from megacpp.torch_extras import wide
+from megacpp.torch_extras import once_differentiable, wide
 
 Activation = Literal["silu"] | None
 

@@ -6,10 +6,8 @@
     gated_linear    w2 h with h = silu(gate) * up or relu(gate)^2, a feed-forward's second half,
                     without saving h: the backward makes it again from gate and up, the only two
                     saved activations of hidden width
-    wide_linear     product of a router, whose weight is wider than its input: of that no wide copy
-                    is kept
 
-Legend: T rows, D input width, O outputs of one layer, F hidden, E outputs of a router.
+Legend: S rows, D input width, O outputs of one layer, F hidden.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacpp.torch_extras import autocast_dtype, cast, needs_input_grad_now
+from megacpp.torch_extras import autocast_dtype, cast, needs_input_grad_now, once_differentiable
 
 
 def linears(
@@ -61,32 +59,14 @@ def products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     return _Products.apply(x, *weights, autocast_dtype(x))  # type: ignore[return-value]
 
 
-def wide_linear(x_TD: Tensor, weight_ED: Tensor, backend: str = "torch") -> tuple[Tensor, Tensor]:
-    """Return x W^T `[T, E]` in the dtype of the weight, saving `x` in its own, and x itself.
-
-    Backward adds the gradient of the second result to that of the product in one pass. By torch
-    the product is bit for bit `F.linear(x.to(weight.dtype), weight)`, of which autograd would keep
-    the wide copy. The kernels read `x` as it is, and write no wide copy either.
-
-    Args:
-        x_TD: input.
-        weight_ED: weight.
-        backend: `triton` takes the kernels where x has 16 bits and the weight 32.
-    """
-    narrow = x_TD.dtype in (torch.bfloat16, torch.float16) and weight_ED.dtype == torch.float32
-    kernels = backend == "triton" and narrow and not torch.compiler.is_compiling()
-    with torch.autocast(x_TD.device.type, enabled=False):
-        return _WideLinear.apply(x_TD, weight_ED, kernels)  # type: ignore[return-value]
-
-
 def is_plain(linear: nn.Linear) -> bool:
     """Return whether calling a linear layer is `F.linear` of its weight.
 
     It is not if its forward was replaced or a hook is registered.
     """
-    own = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks)
-    return own and not any(hooks) and not (linear._backward_hooks or linear._backward_pre_hooks)
+    own = type(linear).forward is nn.Linear.forward and "forward" not in linear.__dict__
+    hooks = linear._forward_hooks or linear._forward_pre_hooks
+    return own and not (hooks or linear._backward_hooks or linear._backward_pre_hooks)
 
 
 def gated(gate: Tensor, up: Tensor | None = None, backend: str = "torch") -> Tensor:
@@ -119,7 +99,7 @@ def gated_linear(
     if torch.compiler.is_compiling() or backend == "reference":
         return F.linear(gated_product(gate, up), w_DF)
     how = autocast_dtype(gate), backend
-    return _GatedLinear.apply(gate, w_DF, up, *how)  # type: ignore[return-value]
+    return _GatedLinear.apply(gate, w_DF, up, how)  # type: ignore[return-value]
 
 
 def gated_product(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -161,7 +141,7 @@ class _Products(torch.autograd.Function):
         return tuple(F.linear(x, weight) for weight in weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         need_x, *needed = needs_input_grad_now(ctx)[:-1]
@@ -170,9 +150,12 @@ class _Products(torch.autograd.Function):
         joint = _joint(rows) if len({*needed}) == 1 else None
         dx = _input_gradient(rows, weights, joint) if need_x else None
         if joint is not None and needed[0]:
-            dw = [*(joint.mT @ flat).split([dy.shape[1] for dy in rows])]
+            dw = [*torch.mm(joint.t(), flat).split([dy.shape[1] for dy in rows])]
         else:
-            dw = [dy.mT @ flat if need_w else None for dy, need_w in zip(rows, needed, strict=True)]
+            dw = [
+                torch.mm(dy.t(), flat) if need_w else None
+                for dy, need_w in zip(rows, needed, strict=True)
+            ]
         dw = [w if w is None else w.to(dtype) for w, dtype in zip(dw, ctx.dtypes, strict=True)]
         return dx if dx is None else dx.view(x.shape).to(x.dtype), *dw, None
 
@@ -214,39 +197,6 @@ def _joint(rows: list[Tensor]) -> Tensor | None:
     return first.as_strided((len(first), width), (width, 1))
 
 
-class _WideLinear(torch.autograd.Function):
-    """Product y = x w^T of a narrow x and a wide w; x is a second result."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, kernels: bool) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x_TD, weight_ED)
-        ctx.set_materialize_grads(False)
-        ctx.kernels = kernels
-        if kernels:
-            from megacpp.kernels import triton_wide_linear
-
-            return triton_wide_linear.forward(x_TD, weight_ED), x_TD.detach()
-        return F.linear(x_TD.to(weight_ED.dtype), weight_ED), x_TD.detach()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-        (grad_TE, beside_TD), (x_TD, weight_ED) = grads, ctx.saved_tensors
-        need_x, need_weight = needs_input_grad_now(ctx)[:2]
-        if grad_TE is None:  # nothing learns from the product
-            return beside_TD, None, None
-        if ctx.kernels:
-            from megacpp.kernels import triton_wide_linear as fused
-
-            dx_TD = fused.input_gradient(grad_TE, weight_ED, x_TD, beside_TD) if need_x else None
-            return dx_TD, (fused.weight_gradient(grad_TE, x_TD) if need_weight else None), None
-        with torch.autocast(x_TD.device.type, enabled=False):
-            dx_TD = grad_TE.mm(weight_ED).to(x_TD.dtype) if need_x else None
-            dx_TD = dx_TD if dx_TD is None or beside_TD is None else dx_TD.add_(beside_TD)
-            dw_ED = grad_TE.T.mm(x_TD.to(weight_ED.dtype)) if need_weight else None
-        return dx_TD, dw_ED, None
-
-
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, backend: str) -> Tensor:
@@ -255,7 +205,7 @@ class _Gated(torch.autograd.Function):
         return in_triton().hidden(gate, up) if backend == "triton" else gated_product(gate, up)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.backend == "triton":
             return *in_triton().hidden_backward(dh.clone(), *ctx.saved_tensors)[1:], None
@@ -268,20 +218,15 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        gate: Tensor,
-        w_DF: Tensor,
-        up: Tensor | None,
-        dtype: torch.dtype | None,
-        backend: str,
+        ctx: Any, gate: Tensor, w_DF: Tensor, up: Tensor | None, how: tuple[Any, str]
     ) -> Tensor:
         ctx.save_for_backward(gate, w_DF, up)
-        ctx.dtype, ctx.backend = dtype, backend
+        dtype, backend = ctx.dtype, ctx.backend = how
         product = in_triton().hidden if backend == "triton" else gated_product
         return F.linear(cast(product(gate, up), dtype), cast(w_DF, dtype))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, w_DF, up = ctx.saved_tensors
         need_gate, need_w, need_up = needs_input_grad_now(ctx)[:3]
@@ -289,7 +234,7 @@ class _GatedLinear(torch.autograd.Function):
 
         def of_weight(h: Tensor) -> Tensor:
             h_SF = cast(h, ctx.dtype).reshape(-1, h.shape[-1])
-            return (dy.reshape(-1, dy.shape[-1]).mT @ h_SF).to(w_DF.dtype)
+            return torch.mm(dy.reshape(-1, dy.shape[-1]).t(), h_SF).to(w_DF.dtype)
 
         def of_product() -> Tensor:
             return (dy @ cast(w_DF, ctx.dtype)).to(gate.dtype)
@@ -302,13 +247,13 @@ class _GatedLinear(torch.autograd.Function):
                 rows = dy.reshape(-1, dy.shape[-1])
                 torch.mm(rows, cast(w_DF, ctx.dtype), out=dh.flatten(0, -2))
             h, dgate, dup = in_triton().hidden_backward(dh, gate, up, need_w, dgate)
-            return dgate, None if h is None else of_weight(h), dup, None, None
+            return dgate, None if h is None else of_weight(h), dup, None
         active = _active(gate, up)
         if need_w:
             dw_DF = of_weight(active.square() if up is None else active * up)
         if need_gate or need_up:
             dgate, dup = _gradients(of_product(), active, gate, up)
-        return dgate, dw_DF, dup, None, None
+        return dgate, dw_DF, dup, None
 
 
 def in_triton() -> Any:

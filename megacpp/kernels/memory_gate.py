@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megacpp.torch_extras import wide
+from megacpp.torch_extras import once_differentiable, wide
 
 LEAST = 1e-6  # of |s| under the root, whose slope would grow without bound
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megacpp.torch_extras import wide
+from megacpp.torch_extras import once_differentiable, wide
 
 
 def gated_ranks(

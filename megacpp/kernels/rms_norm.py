@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.torch_extras import autocast_dtype, needs_input_grad_now, wide
+from megacpp.torch_extras import autocast_dtype, needs_input_grad_now, once_differentiable, wide
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float, backend: str = "torch") -> Tensor:
+def rms_norm(
+    x: Tensor, weight_D: Tensor, eps: float, backend: str = "torch", beside: bool = False
+) -> Any:
     """Return x / rms(x) * weight in the dtype of `x`, computed in fp32 or wider (arXiv 1910.07467).
 
     Autograd alone would save x and x / rms(x) in fp32, four times as much in bf16. The compiler
@@ -26,28 +28,13 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, backend: str = "torch") ->
         weight_D: factors.
         eps: added to the mean square.
         backend: of `rms_norm` (megacpp/kernels/selection.py).
+        beside: return a pair with x itself, whose two gradients are added inside the backward.
     """
     dtype = autocast_dtype(x) or x.dtype
     if torch.compiler.is_compiling() or backend == "reference":
-        return rms_norm_reference(x, weight_D, eps, dtype)
-    return _RMSNorm.apply(x, weight_D, eps, dtype, backend, False)  # type: ignore[return-value]
-
-
-def rms_norm_beside(
-    x: Tensor, weight_D: Tensor, eps: float, backend: str = "torch"
-) -> tuple[Tensor, Tensor]:
-    """Return `rms_norm` and x itself, whose two gradients are added inside the norm's backward.
-
-    Args:
-        x: `[..., D]`, which goes on beside its norm.
-        weight_D: factors.
-        eps: added to the mean square.
-        backend: of `rms_norm`.
-    """
-    if torch.compiler.is_compiling() or backend == "reference":
-        return rms_norm(x, weight_D, eps, backend), x
-    dtype = autocast_dtype(x) or x.dtype
-    return _RMSNorm.apply(x, weight_D, eps, dtype, backend, True)  # type: ignore[return-value]
+        y = rms_norm_reference(x, weight_D, eps, dtype)
+        return (y, x) if beside else y
+    return _RMSNorm.apply(x, weight_D, (eps, dtype, backend, beside))
 
 
 def rms_norm_reference(
@@ -71,20 +58,20 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor, *how: Any) -> Any:
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, how: tuple[Any, ...]) -> Any:
         eps, dtype, ctx.backend, beside = how
         if ctx.backend == "triton":
             from megacpp.kernels import triton_rms_norm
 
             y, rstd = triton_rms_norm.forward(x, weight_D, eps, dtype)
         else:
-            y, rstd = torch.ops.aten._fused_rms_norm(wide(x), weight_D.shape, weight_D, eps)
+            y, rstd = torch._fused_rms_norm(wide(x), weight_D.shape, weight_D, eps)
             y = y.to(dtype)
         ctx.save_for_backward(x, weight_D, rstd)
         return (y, x) if beside else y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor, beside: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, weight_D, rstd = ctx.saved_tensors
         need_x, need_weight = needs_input_grad_now(ctx)[:2]
@@ -93,14 +80,14 @@ class _RMSNorm(torch.autograd.Function):
 
             needed = need_x, need_weight
             found = triton_rms_norm.backward(dy, x, weight_D, rstd, needed, beside)
-            return *found, None, None, None, None
+            return *found, None
         # A row whose squares overflow comes out as zeros: its gradient must not pass for one.
-        rstd = rstd.masked_fill(rstd == 0, float("nan"))
+        rstd = rstd * (rstd / rstd)  # 1, or 0 / 0
         gradients = _fused_gradients if x.is_cuda else _gradients
         dx, dw_D = gradients(wide(dy), wide(x), weight_D, rstd, (need_x, need_weight))
         dx = dx if dx is None else dx.to(x.dtype)
         dx = dx if dx is None or beside is None else dx.add_(beside)
-        return dx, dw_D, None, None, None, None
+        return dx, dw_D, None
 
 
 def _fused_gradients(

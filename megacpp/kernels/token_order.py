@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from megacpp.kernels.linear_cross_entropy.chunked import (
     ShardStatistics,
@@ -29,7 +29,7 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     token_spans,
     weight_sum,
 )
-from megacpp.torch_extras import autocast_dtype
+from megacpp.torch_extras import autocast_dtype, once_differentiable
 
 
 @dataclass(frozen=True, eq=False)

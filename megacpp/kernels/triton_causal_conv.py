@@ -18,10 +18,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.strides import launch, side_by_side
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import once_differentiable
 
 TOKENS, CHANNELS, WARPS = 32, 64, 8  # of a tile: 8 numbers for each thread
 PROGRAMS = 4096  # of the backward, at most: some for each of a GPU's processors

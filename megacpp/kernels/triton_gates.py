@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.experts.triton_units import units_backward, weighed_units
 from megacpp.kernels.strides import launch, side_by_side
@@ -32,6 +31,7 @@ from megacpp.kernels.triton_gate_kernels import (
     _steps_backward_kernel,
     _steps_kernel,
 )
+from megacpp.torch_extras import once_differentiable
 
 TILE, COLUMNS = 2048, 1024  # numbers at a time, and how many of one token
 PROGRAMS = 512  # of a backward: some for each of a GPU's processors

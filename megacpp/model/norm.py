@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.rms_norm import rms_norm, rms_norm_beside
+from megacpp.kernels.rms_norm import rms_norm
 from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Rule
 
@@ -28,8 +28,7 @@ class RMSNorm(Fp32Contract):
 
     def forward(self, x: Tensor, beside: bool = False) -> Any:
         """Return the RMS norm of `x` `[..., dim]`, in its dtype; with `beside` and x, a pair."""
-        norm = rms_norm_beside if beside else rms_norm
-        return norm(x, self.weight, self.eps, self.kernels.rms_norm)
+        return rms_norm(x, self.weight, self.eps, self.kernels.rms_norm, beside)
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of the weight: ones."""

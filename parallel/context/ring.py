@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.attention.causal import document_mask
 from megacpp.kernels.attention.parts import (
@@ -30,7 +29,7 @@ from megacpp.kernels.attention.parts import (
 )
 from megacpp.kernels.attention.segments import Segments, earlier_segments, own_segments
 from megacpp.model.documents import Documents
-from megacpp.torch_extras import autocast_dtype, wide
+from megacpp.torch_extras import autocast_dtype, once_differentiable, wide
 from parallel.context.layout import ContextLayout
 from parallel.context.segments import row_of
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import once_differentiable
 from parallel.context.layout import ContextLayout
 
 

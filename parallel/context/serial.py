@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megacpp.model.documents import Documents
 from megacpp.model.scan import CarryingScan, HeadTensors, TokenTensors, kept
+from megacpp.torch_extras import once_differentiable
 from parallel.context.layout import ContextLayout
 from parallel.context.segments import continues, cut, linked, row_of
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megacpp.kernels import triton_rms_norm
-from megacpp.kernels.rms_norm import rms_norm, rms_norm_beside, rms_norm_reference
+from megacpp.kernels.rms_norm import rms_norm, rms_norm_reference
 from tests.model.triton_interpreter import mend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -88,7 +88,7 @@ def test_a_stream_beside_its_norm(dtype: torch.dtype) -> None:
     x, weight_D = noise(3, 70, 24).to(dtype).to(DEVICE).requires_grad_(), noise(24, seed=1).float()
     dy = noise(3, 70, 24, seed=2).to(dtype).to(DEVICE)
     beside = noise(70, 3, 24, seed=3).to(dtype).to(DEVICE).transpose(0, 1)
-    y, stream = rms_norm_beside(x, weight_D.to(DEVICE), EPS, "triton")
+    y, stream = rms_norm(x, weight_D.to(DEVICE), EPS, "triton", beside=True)
     (got,) = torch.autograd.grad((y, stream), x, (dy, beside))
     wide = x.detach().double().cpu().requires_grad_()
     want_y = rms_norm_reference(wide, weight_D.double(), EPS)

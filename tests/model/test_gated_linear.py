@@ -142,6 +142,21 @@ def test_two_walks_make_each_product_once(num: int, monkeypatch: pytest.MonkeyPa
     ]
 
 
+@BOTH
+def test_a_second_backward_is_refused(num: int) -> None:
+    """With `create_graph` the first backward gives the same bits, and a second one is refused."""
+    inputs, dy = case(num, torch.float64)
+    want = run(gated_linear, inputs, dy)[1:]
+    dy.requires_grad_()
+    w_DF, *hidden = inputs
+    y = gated_linear(w_DF, hidden[0], hidden[1] if num == 2 else None)
+    got = torch.autograd.grad(y, inputs, dy, create_graph=True)
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a, b) and b.requires_grad
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        got[0].sum().backward()
+
+
 class Rounded(nn.Linear):
     """A linear layer that does something of its own, as fp8 layers do."""
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.tracing.live_bytes import LiveBytes
-from megacpp.kernels.rms_norm import rms_norm, rms_norm_beside, rms_norm_reference
+from megacpp.kernels.rms_norm import rms_norm, rms_norm_reference
 from megacpp.model.init import initialise
 from megacpp.model.norm import RMSNorm
 
@@ -56,7 +56,7 @@ def test_a_stream_beside_its_norm(asked: tuple[bool, bool]) -> None:
     """x goes on as it is, and its gradient has both parts; also where one factor alone is asked."""
     x, weight_D, dy = case((3, 4, 6), torch.float64)
     x.requires_grad_(asked[0]), weight_D.requires_grad_(asked[1])
-    y, stream = rms_norm_beside(x, weight_D, EPS)
+    y, stream = rms_norm(x, weight_D, EPS, beside=True)
     assert torch.equal(stream, x) and stream.data_ptr() == x.data_ptr()
     given = [t for t, wanted in zip((x, weight_D), asked, strict=True) if wanted]
     got = torch.autograd.grad((y * stream.sin()).mul(dy).sum(), given)

@@ -74,7 +74,7 @@ def rotate(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return rotate_pairs(x_BTNH, table_BTP2)
     pairs_BTNP2 = wide(x_BTNH).unflatten(-1, (-1, 2))
-    if pairs_BTNP2.storage_offset() % 2 or any(s % 2 for s in pairs_BTNP2.stride()[:-1]):
+    if math.gcd(pairs_BTNP2.storage_offset(), *pairs_BTNP2.stride()[:-1]) % 2:
         pairs_BTNP2 = pairs_BTNP2.contiguous()  # a slice at an odd column: no complex view
     turn_BT1P = torch.view_as_complex(table_BTP2)[:, :, None]
     turned_BTNP = torch.view_as_complex(pairs_BTNP2) * turn_BT1P

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megacpp.blocks.experts.choices import columns, first_null_score, null_copies, slots
 from megacpp.blocks.experts.loads import BatchLoad, DocumentLoad
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.linears import wide_linear
+from megacpp.kernels.wide_linear import wide_linear
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
 from megacpp.model.recompute import PLAIN, Recompute, recomputing
+from megacpp.torch_extras import once_differentiable
 
 FINE = 2.0**24  # in what scores are counted
 ROUTER_TERMS = ("balance", "sequence", "z")

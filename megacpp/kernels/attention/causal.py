@@ -191,4 +191,5 @@ def _sdpa(
         scale=scale,
         enable_gqa=q_BTNH.shape[2] != k_BSKH.shape[2],
     )
-    return o_BNTV.transpose(1, 2)[..., :value_dim]
+    o_BTNV = o_BNTV.transpose(1, 2)
+    return o_BTNV if o_BTNV.shape[-1] == value_dim else o_BTNV[..., :value_dim]

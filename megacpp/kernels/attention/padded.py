@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp.torch_extras import once_differentiable
+
 
 def padded_attention(
     q_BTNH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, mask: Tensor | None, scale: float, causal: bool
@@ -70,7 +72,7 @@ class _PaddedAttention(torch.autograd.Function):
         return o_BTNV
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, do_BTNV: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o_BTNV, lse_BTN, mask = ctx.saved_tensors
         scale, causal = ctx.settings

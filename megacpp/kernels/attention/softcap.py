@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megacpp.torch_extras import wide
+from megacpp.torch_extras import once_differentiable, wide
 
 BLOCK = 128  # query tokens at a time
 
@@ -65,7 +65,7 @@ class _SoftcapAttention(torch.autograd.Function):
         return o_BKTGV
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, do_BKTGV):  # type: ignore[no-untyped-def, override]
         with torch.autocast(do_BKTGV.device.type, enabled=False):
             return (*_gradients(ctx, do_BKTGV), None, None, None, None)

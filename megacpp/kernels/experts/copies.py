@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.experts.rows import (
     Groups,
@@ -18,6 +17,7 @@ from megacpp.kernels.experts.rows import (
     sum_of_slots,
     weights_of_slots,
 )
+from megacpp.torch_extras import once_differentiable
 
 
 def spread_rows(x_TD: Tensor, groups: Groups) -> Tensor:

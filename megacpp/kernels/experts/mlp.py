@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.experts.grouped_mm import Counts, autocast, outer_products, products
 from megacpp.kernels.experts.rows import Groups, rows_of_slots, sum_of_slots, weigh_slots
 from megacpp.kernels.experts.sizes import block_rows
-from megacpp.torch_extras import needs_input_grad_now, wide
+from megacpp.torch_extras import needs_input_grad_now, once_differentiable, wide
 
 if TYPE_CHECKING:
     from megacpp.kernels.experts.fp8 import Fp8Products

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.experts.sizes import most_slots
-from megacpp.torch_extras import listed
+from megacpp.torch_extras import listed, once_differentiable
 
 
 @dataclass(frozen=True)

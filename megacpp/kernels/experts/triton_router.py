@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.experts.triton_router_kernels import (
     add_up_kernel,
@@ -32,6 +31,7 @@ from megacpp.kernels.experts.triton_router_kernels import (
     weights_kernel,
 )
 from megacpp.kernels.strides import launch
+from megacpp.torch_extras import once_differentiable
 
 TILE = 512  # logits at a time: 4 for each thread of 4 warps
 COPIES = 256  # counted at a time

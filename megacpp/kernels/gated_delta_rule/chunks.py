@@ -23,12 +23,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.gated_delta_rule.reference import gated_delta_sequential, unit
 from megacpp.kernels.m2rnn.chunks import no_autocast
 from megacpp.model.documents import Documents
-from megacpp.torch_extras import wide
+from megacpp.torch_extras import once_differentiable, wide
 
 
 def gated_delta_rule(

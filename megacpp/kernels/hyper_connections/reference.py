@@ -31,7 +31,7 @@ from megacpp.kernels.hyper_connections.sinkhorn import (
     sinkhorn_gradient,
     sinkhorn_reference,
 )
-from megacpp.torch_extras import needs_input_grad_now, wide
+from megacpp.torch_extras import needs_input_grad_now, once_differentiable, wide
 
 CHUNK = 1 << 24  # numbers of all streams that are in fp32 at once
 
@@ -198,7 +198,7 @@ class _Read(torch.autograd.Function):
         return u, post, res
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(
         ctx: Any, du_SD: Tensor, dpost_Sn: Tensor, dres_Snn: Tensor
     ) -> tuple[Tensor | None, ...]:
@@ -270,7 +270,7 @@ class _Mix(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout_SnD: Tensor) -> tuple[Tensor | None, ...]:
         given = ctx.saved_tensors
         found = [t.new_empty(t.shape) for t in given]

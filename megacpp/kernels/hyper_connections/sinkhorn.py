@@ -23,6 +23,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megacpp.torch_extras import once_differentiable
+
 Ordering = Literal["paper", "deepseek_v4", "megatron"]
 EPS = 1e-6  # of the published codes
 ROWS, COLUMNS = -1, -2  # the dim that a sum of a row, or of a column, runs over
@@ -86,7 +88,7 @@ class _Sinkhorn(torch.autograd.Function):
         return sinkhorn_reference(logits_Snn, ordering, iterations)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dm_Snn: Tensor) -> tuple[Tensor, None, None]:
         (logits_Snn,) = ctx.saved_tensors
         return sinkhorn_gradient(logits_Snn, dm_Snn, *ctx.how), None, None

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megacpp.torch_extras import autocast_dtype, wide
+from megacpp.torch_extras import autocast_dtype, once_differentiable, wide
 
 IGNORED = -100
 FEWEST_ROWS = 128  # below, the products of a chunk are too thin to run at full speed
@@ -87,13 +86,10 @@ def linear_cross_entropy(
         return linear_cross_entropy_plain(x_ND, weight_VD, target_N, softcap, z_loss, weight_N)
     x_ND = x_ND.to(autocast_dtype(x_ND) or x_ND.dtype)
     rows = chunk or chunk_rows(x_ND, weight_VD, backend)
-    terms = Terms(softcap, z_loss, shard)
-    go_over = chunk_function(backend)
     grad = torch.is_grad_enabled()  # inside the function it is always off
+    how = Terms(softcap, z_loss, shard), rows, grad, chunk_function(backend)
     with torch.autocast(x_ND.device.type, enabled=False):
-        out = _LinearCrossEntropy.apply(
-            x_ND, weight_VD, target_N, terms, rows, grad, weight_N, go_over
-        )
+        out = _LinearCrossEntropy.apply(x_ND, weight_VD, target_N, weight_N, how)
     return CrossEntropy(*out)
 
 
@@ -199,17 +195,15 @@ def chunk_function(backend: str) -> ChunkFunction:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         x_ND: Tensor,
         weight_VD: Tensor,
         target_N: Tensor,
-        terms: Terms,
-        rows: int,
-        grad: bool,
         weight_N: Tensor | None,
-        go_over: ChunkFunction,
+        how: tuple[Terms, int, bool, ChunkFunction],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        want_x, want_weight = (grad and needed for needed in ctx.needs_input_grad[:2])  # type: ignore[attr-defined]
+        terms, rows, grad, go_over = how
+        want_x, want_weight = (grad and needed for needed in ctx.needs_input_grad[:2])
         w_VD = weight_VD.to(x_ND.dtype)
         dx_ND = torch.empty_like(x_ND) if want_x else None
         parts, chunks = token_spans(len(x_ND), rows), []
@@ -227,7 +221,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del g_nV  # before the next chunk is made: one at a time
         if dw_VD is not None and weight_VD.dtype != torch.float16:
             dw_VD = dw_VD.to(weight_VD.dtype)  # in fp16 a sum may overflow until it is scaled
-        ctx.save_for_backward(dx_ND, dw_VD)  # type: ignore[arg-type]
+        ctx.save_for_backward(dx_ND, dw_VD)
         joined = join_chunks(chunks)
         valid_N, lse_N = target_N != IGNORED, joined.lse_N
         nll_N = torch.where(valid_N, lse_N - joined.correct_N, 0)
@@ -243,14 +237,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grads = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ctx.saved_tensors
         for grad in grads:
             # In place: no second [V, D]. A second backward is refused by the version counter.
             # Looking at the value would make a GPU wait, so only the CPU skips a factor of 1.
             if grad is not None and (scale.device.type != "cpu" or scale.item() != 1.0):
                 grad.mul_(scale)
-        return *grads, None, None, None, None, None, None
+        return *grads, None, None, None
 
 
 def _chunk(

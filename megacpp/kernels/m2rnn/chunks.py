@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megacpp.torch_extras import once_differentiable
 
 if TYPE_CHECKING:
     from megacpp.kernels.m2rnn.backends import Sequences

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
@@ -31,7 +30,7 @@ from megacpp.kernels.mamba3.inputs import (
 )
 from megacpp.kernels.mamba3.segments import fold, per_head, summarize, turned
 from megacpp.model.documents import Documents
-from megacpp.torch_extras import wide
+from megacpp.torch_extras import once_differentiable, wide
 
 
 def carried_outputs(

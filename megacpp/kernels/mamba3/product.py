@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.mamba3.ops import Chunks, carry
-from megacpp.torch_extras import wide
+from megacpp.torch_extras import once_differentiable, wide
 
 
 def chunk_scan(

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
@@ -36,7 +35,7 @@ from megacpp.kernels.mamba3.inputs import (
 )
 from megacpp.model.documents import Documents
 from megacpp.model.scan import RowTensors
-from megacpp.torch_extras import wide
+from megacpp.torch_extras import once_differentiable, wide
 
 
 @dataclass(frozen=True, eq=False)

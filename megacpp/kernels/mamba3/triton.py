@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.mamba3.carried import final_state
 from megacpp.kernels.mamba3.chunks import first_state
@@ -33,6 +32,7 @@ from megacpp.kernels.mamba3.triton_launch import Scan, ScanPlan
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.kernels.strides import side_by_side
 from megacpp.model.documents import Documents
+from megacpp.torch_extras import once_differentiable
 
 LEAST = 16  # tokens of a chunk
 MOST = {2: 64, 4: 32}  # whose tiles a program holds, by the bytes of a number of V

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megacpp.kernels.attention.causal import document_mask
 from megacpp.model.documents import Documents
-from megacpp.torch_extras import wide
+from megacpp.torch_extras import once_differentiable, wide
 
 QUERIES, KEYS = 256, 1024  # of a tile
 # Bytes of the products of heads that are made at once; at least one head's. A CPU gains nothing; on
@@ -46,7 +46,7 @@ class _IndexScores(torch.autograd.Function):
         return tile_scores(q_BTJX, k_BSX, w_BTJ)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, d_BTS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q_BTJX, k_BSX, w_BTJ = ctx.saved_tensors
         dq, dw, dk = (

@@ -17,7 +17,7 @@ from torch import Tensor
 from megacpp.kernels.attention.causal import document_mask
 from megacpp.kernels.sparse_attention.indexer import query_blocks, tile_gradients, tile_scores
 from megacpp.model.documents import Documents
-from megacpp.torch_extras import wide
+from megacpp.torch_extras import once_differentiable, wide
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _IndexerLoss(torch.autograd.Function):
         return loss_BT.sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         grads = ctx.saved_tensors
         for grad in grads:

@@ -21,7 +21,7 @@ from megacpp.kernels.attention.softcap import (
     rows_times,
 )
 from megacpp.model.documents import Documents
-from megacpp.torch_extras import wide
+from megacpp.torch_extras import once_differentiable, wide
 
 
 def sparse_attention(
@@ -86,7 +86,7 @@ class _SparseAttention(torch.autograd.Function):
         return o_BKTGV
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, do_BKTGV: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(do_BKTGV.device.type, enabled=False):
             return (*_gradients(ctx, do_BKTGV), None, None, None, None)
