@@ -69,19 +69,6 @@ def is_plain(linear: nn.Linear) -> bool:
     return own and not (hooks or linear._backward_hooks or linear._backward_pre_hooks)
 
 
-def gated(gate: Tensor, up: Tensor | None = None, backend: str = "torch") -> Tensor:
-    """Return silu(gate) * up (SwiGLU), or relu(gate)^2 where there is no `up`; saves its arguments.
-
-    Args:
-        gate: `[..., F]`.
-        up: `[..., F]`, or None.
-        backend: of `gates` (megacpp/kernels/selection.py).
-    """
-    if torch.compiler.is_compiling() or backend == "reference":
-        return gated_product(gate, up)
-    return _Gated.apply(gate, up, backend)  # type: ignore[return-value]
-
-
 def gated_linear(
     w_DF: Tensor, gate: Tensor, up: Tensor | None = None, backend: str = "torch"
 ) -> Tensor:
@@ -112,16 +99,21 @@ def gated_product(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return F.relu(gate).square() if up is None else F.silu(gate) * up
 
 
-def _active(gate: Tensor, up: Tensor | None) -> Tensor:
+def active(gate: Tensor, up: Tensor | None) -> Tensor:
+    """Return silu(gate), or relu(gate) where there is no `up`, both `[..., F]`."""
     return F.relu(gate) if up is None else F.silu(gate)
 
 
-def _gradients(
+def gate_gradients(
     dh: Tensor, active: Tensor, gate: Tensor, up: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return gradients of gate and up, given relu(gate) or silu(gate), whose memory is reused.
+    """Return gradients of gate and up, rounded in the order in which autograd rounds them.
 
-    They are rounded in the order in which autograd rounds them.
+    Args:
+        dh: gradient of the gated product, `[..., F]`.
+        active: relu(gate) or silu(gate), `[..., F]`; overwritten.
+        gate: `[..., F]`.
+        up: `[..., F]`, or None.
     """
     if up is None:
         return torch.ops.aten.threshold_backward((2.0 * active).mul_(dh), active, 0.0), None
@@ -197,22 +189,6 @@ def _joint(rows: list[Tensor]) -> Tensor | None:
     return first.as_strided((len(first), width), (width, 1))
 
 
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, backend: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.backend = backend
-        return in_triton().hidden(gate, up) if backend == "triton" else gated_product(gate, up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.backend == "triton":
-            return *in_triton().hidden_backward(dh.clone(), *ctx.saved_tensors)[1:], None
-        gate, up = ctx.saved_tensors
-        return *_gradients(dh, _active(gate, up), gate, up), None
-
-
 class _GatedLinear(torch.autograd.Function):
     """Product w2 h with dw2 = dy^T h, dh = dy w2; by torch h is never alive beside its gradient."""
 
@@ -248,11 +224,11 @@ class _GatedLinear(torch.autograd.Function):
                 torch.mm(rows, cast(w_DF, ctx.dtype), out=dh.flatten(0, -2))
             h, dgate, dup = in_triton().hidden_backward(dh, gate, up, need_w, dgate)
             return dgate, None if h is None else of_weight(h), dup, None
-        active = _active(gate, up)
+        acted = active(gate, up)
         if need_w:
-            dw_DF = of_weight(active.square() if up is None else active * up)
+            dw_DF = of_weight(acted.square() if up is None else acted * up)
         if need_gate or need_up:
-            dgate, dup = _gradients(of_product(), active, gate, up)
+            dgate, dup = gate_gradients(of_product(), acted, gate, up)
         return dgate, dw_DF, dup, None
 
 

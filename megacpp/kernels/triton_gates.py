@@ -256,7 +256,7 @@ def hidden_backward(
         gate: `[..., F]`.
         up: `[..., F]`, or None.
         wants_h: compute the result again.
-        dgate: memory for the gradient of gate, with the strides of `dh`; None: new memory.
+        dgate: memory for the gradient of gate, `[..., F]`, strides as `dh`; None: new memory.
     """
     rows = gate.flatten(0, -2), None if up is None else up.flatten(0, -2), None
     if dgate is None:

@@ -15,7 +15,8 @@ from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.dense.module import MLP, is_plain
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels import linears as kernel
-from megacpp.kernels.linears import gated, gated_linear, gated_product
+from megacpp.kernels.gated import gated
+from megacpp.kernels.linears import gated_linear, gated_product
 from megacpp.torch_extras import needs_input_grad_now
 
 BOTH = pytest.mark.parametrize("num", [2, 1], ids=["swiglu", "relu2"])

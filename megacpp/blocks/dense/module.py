@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.linears import gated, gated_linear, is_plain, linears
+from megacpp.kernels.gated import gated
+from megacpp.kernels.linears import gated_linear, is_plain, linears
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
