@@ -13,7 +13,6 @@ Legend: S rows, D input width, O outputs of one layer, F hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import torch
@@ -139,54 +138,18 @@ class _Products(torch.autograd.Function):
         need_x, *needed = needs_input_grad_now(ctx)[:-1]
         flat = cast(x, ctx.dtype).reshape(-1, x.shape[-1])
         rows = [dy.reshape(-1, dy.shape[-1]) for dy in grads]
-        joint = _joint(rows) if len({*needed}) == 1 else None
-        dx = _input_gradient(rows, weights, joint) if need_x else None
-        if joint is not None and needed[0]:
-            dw = [*torch.mm(joint.t(), flat).split([dy.shape[1] for dy in rows])]
-        else:
-            dw = [
-                torch.mm(dy.t(), flat) if need_w else None
-                for dy, need_w in zip(rows, needed, strict=True)
-            ]
+        dx, dw = None, []
+        apart = torch.compiler.is_compiling() or rows[0].stride(0) > rows[0].shape[1]
+        if apart and len({*needed}) == 1:
+            from megacpp.kernels.joint_gradients import joint_gradients
+
+            dx, dw = joint_gradients(rows, weights, flat, need_x, needed[0]) or (dx, dw)
+        for dy, weight, need_w in zip(rows, weights, needed, strict=True) if not dw else ():
+            if need_x:  # `out`: FlopCounterMode doesn't know addmm_
+                dx = torch.mm(dy, weight) if dx is None else torch.addmm(dx, dy, weight, out=dx)
+            dw.append(torch.mm(dy.t(), flat) if need_w else None)
         dw = [w if w is None else w.to(dtype) for w, dtype in zip(dw, ctx.dtypes, strict=True)]
         return dx if dx is None else dx.view(x.shape).to(x.dtype), *dw, None
-
-
-def _input_gradient(rows: list[Tensor], weights: list[Tensor], joint: Tensor | None) -> Tensor:
-    """Return the sum of `dy @ weight`, `[S, D]`."""
-    if joint is not None:
-        # To copy all weights is less than to read and write a sum for each but one of them.
-        if (len(rows) - 1) * len(joint) > joint.shape[1]:
-            return joint @ torch.cat(weights)
-        rows = [*joint.split([dy.shape[1] for dy in rows], 1)]
-    if torch.compiler.is_compiling():  # what reads the sum adds; an addmm would copy its start
-        parts = (dy[None] @ weight for dy, weight in zip(rows, weights, strict=True))
-        return reduce(torch.add, parts)[0]
-    total = torch.mm(rows[0], weights[0])
-    for dy, weight in zip(rows[1:], weights[1:], strict=True):
-        torch.addmm(total, dy, weight, out=total)  # FlopCounterMode doesn't know addmm_
-    return total
-
-
-def _joint(rows: list[Tensor]) -> Tensor | None:
-    """Return the matrix whose columns are those of all `rows`, or None: it would be a copy.
-
-    A compiler's kernels write each result to its place in the matrix. Eagerly the gradients of a
-    SwiGLU's gate and up, by Triton, are halves of one tensor.
-
-    Args:
-        rows: gradients, each `[S, O]`.
-    """
-    if torch.compiler.is_compiling():
-        return torch.cat(rows, 1)
-    first, at = rows[0], rows[0].storage_offset()
-    width = sum(dy.shape[1] for dy in rows)
-    for dy in rows:
-        same = dy.untyped_storage()._cdata == first.untyped_storage()._cdata
-        if not same or dy.stride() != (width, 1) or dy.storage_offset() != at:
-            return None
-        at += dy.shape[1]
-    return first.as_strided((len(first), width), (width, 1))
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -216,13 +179,8 @@ class _GatedLinear(torch.autograd.Function):
             return (dy @ cast(w_DF, ctx.dtype)).to(gate.dtype)
 
         if ctx.backend == "triton" and (need_gate or need_up):
-            if up is None or dy.dtype != gate.dtype:
-                dh = of_product()
-            else:  # halves of one tensor, as `_joint` looks for
-                dgate, dh = gate.new_empty(*gate.shape[:-1], 2 * gate.shape[-1]).chunk(2, -1)
-                rows = dy.reshape(-1, dy.shape[-1])
-                torch.mm(rows, cast(w_DF, ctx.dtype), out=dh.flatten(0, -2))
-            h, dgate, dup = in_triton().hidden_backward(dh, gate, up, need_w, dgate)
+            given = dy, cast(w_DF, ctx.dtype), gate, up, need_w
+            h, dgate, dup = in_triton().linear_backward(*given)
             return dgate, None if h is None else of_weight(h), dup, None
         acted = active(gate, up)
         if need_w:

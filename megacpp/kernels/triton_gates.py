@@ -268,6 +268,27 @@ def hidden_backward(
     return found[0], found[1], found[2] if up is not None else None
 
 
+def linear_backward(
+    dy: Tensor, w_DF: Tensor, gate: Tensor, up: Tensor | None, wants_h: bool
+) -> tuple[Tensor | None, ...]:
+    """Return what `hidden_backward` does for the gradient dy w of `hidden`.
+
+    Gradients of gate and up are halves of one tensor, as joint_gradients.py looks for.
+
+    Args:
+        dy: gradient of the product w h, `[..., D]`.
+        w_DF: weight, in the dtype of the product.
+        gate: `[..., F]`.
+        up: `[..., F]`, or None.
+        wants_h: compute `hidden` again.
+    """
+    if up is None or dy.dtype != gate.dtype:
+        return hidden_backward((dy @ w_DF).to(gate.dtype), gate, up, wants_h)
+    dgate, dh = gate.new_empty(*gate.shape[:-1], 2 * gate.shape[-1]).chunk(2, -1)
+    torch.mm(dy.reshape(-1, dy.shape[-1]), w_DF, out=dh.flatten(0, -2))
+    return hidden_backward(dh, gate, up, wants_h, dgate)
+
+
 def _launch(kernel: Any, programs: int, *given: Any, **constants: Any) -> None:
     grid = programs, -(-constants["N"] // constants["BLOCK"])
     launch(kernel, grid, *given, **constants)
