@@ -260,7 +260,10 @@ def test_narrow_inputs_are_widened_again(dtype: torch.dtype) -> None:
     """Bitwise what autograd makes of the wide copy."""
     router = router_of(MOE, torch.float32, dim=64)
     results = []
-    for function in (router.logits, lambda x: F.linear(x.to(torch.float32), router.weight)):
+    for function in (
+        lambda x: router.route(x).logits_TE,
+        lambda x: F.linear(x.to(torch.float32), router.weight),
+    ):
         x_TD = randn(40, 64).to(dtype).requires_grad_()
         logits_TE = function(x_TD)
         pull_TE = randn(40, 8, seed=1).float()
