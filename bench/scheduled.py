@@ -40,8 +40,11 @@ H100 = SimpleNamespace(
     L2_cache_size=50 << 20,
     gcnArchName="",
 )
-# A Triton kernel of Inductor's; a library's product; an operator that it doesn't lower.
-CALL = re.compile(r"\b(\w+\.run|extern_kernels\.\w+|torch\.ops\.\w+\.\w+(?:\.\w+)?)\(")
+# A Triton kernel of Inductor's; a library's product; an operator that it doesn't lower; torch's sum
+# of what the programs of a kernel left apart.
+CALL = re.compile(
+    r"\b(\w+\.run|extern_kernels\.\w+|torch\.ops\.\w+\.\w+(?:\.\w+)?)\(|\.(sum)\(dim="
+)
 
 
 def scheduled(graph: fx.GraphModule, backward: bool = False) -> tuple[list[str], int]:
@@ -78,7 +81,7 @@ def calls(code: str) -> list[str]:
     """Return what a wrapper launches, in order: `triton`, or a library's name of it."""
     body = code[code.index("def call(") :]
     lines = (x for x in map(str.strip, body.splitlines()) if not x.startswith(("#", "assert_")))
-    found = (match[1] for line in lines if (match := CALL.search(line)))
+    found = (match[1] or match[2] for line in lines if (match := CALL.search(line)))
     return ["triton" if name.endswith(".run") else name for name in found]
 
 

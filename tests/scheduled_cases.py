@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bench.launches import COMPILED, COMPILED_HEADING, PAGE, compiled_line
-from bench.scheduled import scheduled
+from bench.scheduled import calls, scheduled
 from megacpp.versions import TORCH
 
 
@@ -27,6 +27,17 @@ def test_what_is_fused_for_a_gpu_without_one() -> None:
     assert launches == ["extern_kernels.mm", "triton"]
     product = 64 * 32 + 32 * 16 + 64 * 16
     assert num_bytes == 2 * (product + 2 * 64 * 16)
+
+
+def test_a_sum_of_what_programs_left_counts() -> None:
+    """Of a norm's backward, a kernel leaves sums over some of the rows, and torch adds these."""
+    code = """
+def call(self, args):
+    triton_per_fused_add_mul_sum_view_2.run(buf4, primals_1, workspace_0, 8192, 3584, stream=s)
+    buf7 = workspace_0[0 * (512) * (3584) : (0 + 1) * (512) * (3584)].view(512, 3584).sum(dim=0)
+    extern_kernels.mm(buf4, primals_2, out=buf8)
+"""
+    assert calls(code) == ["triton", "sum", "extern_kernels.mm"]
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason="another version fuses anew")
