@@ -27,7 +27,7 @@ from megacpp.memory.stream import Stream, StreamBlock
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.precision import compute_dtype
-from megacpp.model.stages import as_scheduled, num_stages
+from megacpp.model.stages import BOTH_WAYS, as_scheduled, num_stages
 from optim import offload
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
@@ -44,7 +44,7 @@ from parallel.simulate.fake import (
 )
 from parallel.simulate.gpu_stand_ins import on_gpu, traced_kernels
 
-MICROBATCHES = 2  # the first keeps its gradients, the last reduces them; others equal the first
+MICROBATCHES = 3  # one makes gradients, one adds to all of them, and the last one reduces them
 
 Stage = Callable[[str], AbstractContextManager[None]]
 
@@ -285,7 +285,8 @@ def microbatches(config: Config) -> int:
     """Return the fewest microbatches that show the peak; each stage needs a backward."""
     config = as_scheduled(config)
     stages = num_stages(config.mesh.pp_schedule, config.mesh.pp)
-    most = MICROBATCHES if config.mesh.pp == 1 else 2 * stages
+    ways = 2 if config.mesh.pp_schedule in BOTH_WAYS else 1  # each with its own microbatches
+    most = MICROBATCHES if config.mesh.pp == 1 else 2 * stages * ways
     return (
         config.train.grad_accum
         if config.mesh.pp_schedule in ("gpipe", "looped_bfs") and stages > 1

@@ -115,9 +115,13 @@ def test_moments_in_host_memory_are_not_counted(optimizer: str) -> None:
     assert away["optimizer_state"] < here["optimizer_state"]
 
 
-def test_a_pipeline_has_buffers_for_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+def test_a_pipeline_has_buffers_for_all_microbatches(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A trace of few microbatches has the bytes of all, apart from the scalars of each."""
-    config = config_of(2, "AFAF", "--mesh.pp 2 --train.grad_accum 12 --model.dim 256")
+    flags = f"--mesh.pp 2 --mesh.pp_schedule {schedule} --train.grad_accum 12 --model.dim 256"
+    config = config_of(2, "AFAF", flags)
     few = trace_step(config, 2, 1).peak()[1]
     monkeypatch.setattr(trace, "microbatches", lambda config: config.train.grad_accum)
     assert few == pytest.approx(trace_step(config, 2, 1).peak()[1], rel=2e-3)
