@@ -174,19 +174,6 @@ class StepSimulation:
         a, b, c = self.kept
         self.kept = a + times * layer.between, b, c
 
-    def left(self, layers: Sequence[Layer], root: Unit, sync: str) -> None:
-        """Start with the gradients of earlier microbatches: whole ones, or shards and a buffer."""
-        size, store = self.policy.compute, self.policy.store
-        units = [u for x in layers for u in (x.units.block, x.units.experts)]
-        if sync == "each" and self.policy.sharded:
-            self.shards = (root.own + sum(u.reduced for u in units)) * store
-            last = [x for x in layers if self.finishes_late(x)][-1]
-            self.scatter = last.units.block.gathered * store
-        else:
-            self.whole = (root.whole + sum(u.moved for u in units)) * store
-        if sync == "resident" and self.policy.sharded:
-            self.gathered += sum(u.gathered for u in units) * size
-
     # ---- forward ------------------------------------------------------------------------------
 
     def gather(self, unit: Unit) -> int:

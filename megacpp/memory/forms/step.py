@@ -6,8 +6,8 @@
     backward   of every layer, with the gradients made by then
     clip, optimizer
 
-Of many microbatches one in the middle and the last are simulated: both start with the whole
-gradients, or shards, of earlier ones, and the last one reduces them.
+Of many microbatches the first, one in the middle and the last are simulated: these start with the
+whole gradients, or shards, of earlier ones, and the last one reduces them.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def beside_bytes(stages: list[list[Layer]], step: StepSimulation) -> int:
 
 
 def microbatches(step: StepSimulation, layers: list[Layer], root: Unit, config: Config) -> None:
-    """Simulate the microbatches that can be the fullest: a middle one, if any, and the last.
+    """Simulate the microbatches that differ: the first, a middle one, if any, and the last.
 
     Args:
         step: simulation that records the moments.
@@ -126,9 +126,7 @@ def microbatches(step: StepSimulation, layers: list[Layer], root: Unit, config: 
     sync = sync if step.policy.sharded else "defer"
     if step.policy.sharded:
         step.gathered += root.gathered * step.policy.store
-    if total > 1:
-        step.left(layers, root, sync)
-    for number in sorted({min(1, total - 1), total - 1}):  # a middle one, and the last
+    for number in sorted({0, min(1, total - 1), total - 1}):
         microbatch(step, layers, root, number, total, sync)
 
 
@@ -202,7 +200,7 @@ def end_of_backward(
         step.shards += 0 if renewed else root.own * store
     before = waiting(layers)
     for layer in (x for x in layers if step.finishes_late(x) and x.units.block.whole):
-        there = not step.policy.again or (layer.kind == "embed" and layers[-1].waits > 0)
+        there = not step.policy.again or layer.tied
         step.whole -= before if layer.kind == "embed" else layer.waits
         step.finish(name, layer.units.block, 0, carried, reduces, stays, there, renewed)
 
