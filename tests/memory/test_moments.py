@@ -30,6 +30,12 @@ CASES = {  # ranks, the rank and flags
         1,
         "--model.pattern AAEE --train.gradient_sync resident --mesh.reshard never",
     ),
+    "a table of its own unit": (
+        2,
+        0,
+        "--model.pattern FFFF --model.vocab_size 257 --model.ngram.heads 2 "
+        "--model.ngram.table_size 50000 --model.ngram.dim 16",
+    ),
 }
 ENDS = "backward of embed", "end of backward"  # of an estimate; of a trace, the first
 

@@ -54,8 +54,10 @@ def weights(model: ModelConfig, kind: str, compress: float = 0.0) -> tuple[Weigh
     compress *= not kind.endswith(LEFT_ALONE)
     if kind in ("embed", "head", COPY):
         return (Weight(f"{kind}.weight", (model.vocab_size, model.dim), 0),)
-    if kind in ("top", "ngram"):
-        return tuple(_of_feature(kind, model, FEATURES[kind].below))
+    if kind == "top":
+        return tuple(_of_feature(kind, model, "top."))
+    if kind == "ngram":  # whose tables get their gradient last
+        return tuple(_of_feature(kind, model, "ngram."))[::-1]
     norm = Weight("norm.weight", (model.dim,), wide=True)
     if kind in ("spread", "collapse"):
         return ()
