@@ -30,6 +30,11 @@ CASES = {  # ranks, the rank and flags
         1,
         "--model.pattern AAEE --train.gradient_sync resident --mesh.reshard never",
     ),
+    "gradients in fp32 are added at once": (
+        2,
+        1,
+        "--model.pattern EEEE --precision.dtype fp32",
+    ),
     "a table of its own unit": (
         2,
         0,

@@ -143,7 +143,7 @@ class PipelineState:
                 step.backward_inputs(layer, state.wide, state.narrow)
         elif kind == "W":  # in the order of the parameters
             for layer in stage:
-                step.backward_weights(layer, state.narrow)
+                step.backward_weights(layer, state.narrow or (step.policy.at_once and state.wide))
         else:
             self._reduce(stage, state)
 
@@ -157,7 +157,8 @@ class PipelineState:
         elif kind == "I":
             found = StageState(alive, halves + 1, wide or narrow, False)
         elif kind == "W":
-            found = StageState(alive - 1, halves - 1, wide, True)
+            at_once = self.step.policy.at_once
+            found = StageState(alive - 1, halves - 1, wide or at_once, not at_once)
         else:
             found = StageState(reduced=True)
         self.now[place] = found

@@ -79,6 +79,11 @@ class FsdpPolicy:
     compute: int
     store: int
 
+    @property
+    def at_once(self) -> bool:
+        """Whether each gradient is added to those of earlier microbatches as soon as it is made."""
+        return not self.sharded or self.compute == self.store
+
 
 @dataclass
 class StepSimulation:
@@ -248,7 +253,7 @@ class StepSimulation:
             self.gathered += units.experts.gathered * size
         self.flat = ahead
         for m in layer.backward:
-            new = m.added - m.tensors if carried and not self.policy.sharded else m.gradients
+            new = m.added - m.tensors if carried and self.policy.at_once else m.gradients
             self.see(name, m.tensors, new)
         for unit in (units.experts, units.block):
             if unit.whole and not self.finishes_late(layer):
@@ -281,19 +286,19 @@ class StepSimulation:
                 self.see(name, layer.stream)
             self.whole -= unit.moved * policy.compute
 
-    def backward_weights(self, layer: Layer, narrow: bool) -> None:
+    def backward_weights(self, layer: Layer, carried: bool) -> None:
         """Simulate one layer's walk for the gradients of weights.
 
         Args:
             layer: the part that runs.
-            narrow: the last walk left gradients, to which these are added in place.
+            carried: an earlier walk left gradients, to which these are added in place.
         """
         name = f"backward of {layer.name}"
         self.keep(layer, -1)
         self.keep_halves(layer, -1)
         for m in layer.weights:
             self.see(name, m.tensors, m.gradients)
-        if not narrow:
+        if not carried:
             moved = layer.units.experts.moved + layer.units.block.moved
             self.whole += moved * self.policy.compute
 
@@ -330,7 +335,7 @@ class StepSimulation:
             if not carried:
                 self.whole += summed
             return
-        if carried:
+        if carried and not self.policy.at_once:
             self.see(name, tensors, new)
         if leaves and not stays:
             self.gathered -= unit.gathered * narrow

@@ -296,8 +296,8 @@ def traced_moments(
 ) -> tuple[PeakPoint, ...]:
     """Return the fullest moments of a part's forward or backward.
 
-    Of a backward, the second is the fullest if earlier microbatches of one process have left
-    gradients.
+    Of a backward, the second is the fullest if earlier microbatches have left gradients, to which
+    each is added as soon as it is made.
 
     Args:
         own: sizes of the rank.
@@ -344,6 +344,7 @@ def _moments(
     if not found:
         return ()
     most = [max(found, key=lambda m: m.bytes)]
-    if backward and not request.sharded:
+    at_once = not request.sharded or request.config.precision.dtype in ("fp32", "fp64")
+    if backward and at_once:
         most.append(max(found, key=lambda m: m.added))
     return tuple(dict.fromkeys(most))
