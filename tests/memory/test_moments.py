@@ -20,6 +20,7 @@ SMALL = f"tiny --model.depth 4 --model.dim 256 --train.device_batch_size 2 {STEP
 MLA = "--model.attention.kind mla --model.attention.no-qk-norm --model.attention.q_lora_rank 96"
 LATENTS = f"--model.pattern AFAF {MLA} --recompute.mla_q_upproj --recompute.mla_kv"
 SHARED = "--model.moe.num_shared 1 --model.moe.shared_hidden_dim 512 --model.mlp.hidden_dim 1024"
+PIPE = "--mesh.pp 2 --train.grad_accum 6"
 CASES = {  # ranks, the rank and flags
     "weights of recomputed feed-forwards": (1, 0, f"--model.pattern EFEF {SHARED} --recompute.mlp"),
     "weights of recomputed latents": (1, 0, LATENTS),
@@ -43,6 +44,10 @@ CASES = {  # ranks, the rank and flags
     ),
 }
 ENDS = "backward of embed", "end of backward"  # of an estimate; of a trace, the first
+REDUCED = {
+    "one rank divides by one": f"{PIPE} --mesh.pp_schedule interleaved --precision.dtype fp32",
+    "the head first": f"{PIPE} --model.tie_embeddings",
+}
 
 
 def config_of(size: int, flags: str) -> Config:
@@ -78,3 +83,13 @@ def test_each_part_has_its_fullest_moment(case: str) -> None:
         traced.pop(ENDS[0], 0)  # which reduces, too
     misses = {name: round(found[name] / size - 1, 4) for name, size in traced.items()}
     assert all(-0.001 <= miss <= 0.015 for miss in misses.values()), misses
+
+
+@pytest.mark.parametrize("case", REDUCED)
+def test_reductions_of_a_pipeline(case: str) -> None:
+    """Of many words, so that the peak is there: a head's unit is reduced before the blocks'."""
+    flags = f"--model.pattern FFFF --model.mlp.hidden_dim 512 --data.seq_len 64 {REDUCED[case]}"
+    config = config_of(2, f"{flags} --model.vocab_size 16384 --optim.name adamw")
+    rank = 0 if "interleaved" in flags else 1
+    found = estimate(config, 2, rank, detail=False)
+    assert found.tensors == pytest.approx(trace_step(config, 2, rank).peak()[1], rel=0.005)

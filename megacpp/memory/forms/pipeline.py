@@ -17,6 +17,7 @@ from megacpp.config.schema import KEEP
 from megacpp.memory.forms.batch import mask_bytes
 from megacpp.memory.forms.layers import WALKS_APART, stream_bytes, without_output
 from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.parts import OUTER
 from megacpp.memory.forms.simulation import (
     NEVER_AGAIN,
     Layer,
@@ -180,8 +181,8 @@ class PipelineState:
         step.see(name)
         step.whole += self._gradients(stage, replace(state, wide=True, narrow=False))
         step.whole -= self._gradients(stage, state)
-        for layer in stage:
-            for unit in (layer.units.experts, layer.units.block):
+        for layer in sorted(stage, key=lambda layer: layer.kind not in OUTER):  # as Stage has them
+            for unit in (layer.units.block, layer.units.experts):
                 if unit.whole:
                     held = step.policy.sharded and self._held(layer, state)
                     step.gathered -= held * unit.gathered * step.policy.compute

@@ -368,8 +368,8 @@ class StepSimulation:
             old += unit.upcast * (store - narrow)
         self.scatter = sent
         self.see(name, tensors, old)
-        left = unit.last * (store if carried else narrow)
         alone = own if unit.shards == 1 else 0  # one rank divides by one, into a copy
+        left = 0 if alone else unit.last * (store if carried else narrow)
         self.see(name, tensors, left + own, alone)
         self.shards += 0 if again else own
 
