@@ -42,6 +42,11 @@ CASES = {  # ranks, the rank and flags
         "--model.pattern FFFF --model.vocab_size 257 --model.ngram.heads 2 "
         "--model.ngram.table_size 50000 --model.ngram.dim 16",
     ),
+    "the last norm's result": (
+        2,
+        0,
+        "--model.pattern FFFF --model.mlp.hidden_dim 1024 --model.vocab_size 257",
+    ),
 }
 ENDS = "backward of embed", "end of backward"  # of an estimate; of a trace, the first
 REDUCED = {

@@ -9,7 +9,7 @@ from megacpp.config.schema import Config
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parts import NO_FORM, OUTER, forms_of
 from megacpp.memory.forms.peak_point import PeakPoint
-from megacpp.memory.forms.simulation import Layer
+from megacpp.memory.forms.simulation import AFTER_NORM, Layer
 from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts
 from megacpp.memory.forms.units import TORCH, PartUnits, Unit
 from megacpp.model.stages import SPLIT_BACKWARD, stage_parts, walks_once
@@ -88,7 +88,7 @@ def layers_of(
                     backward,
                     form.kept,
                     form.copies,
-                    stream,
+                    stream // model.mhc.streams if kind in AFTER_NORM else stream,
                     stream * (model.mhc.streams > 1 and part is not None and part.last),
                     waits,
                     kind == "embed" and model.tie_embeddings and "head" in ends,

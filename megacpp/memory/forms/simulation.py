@@ -22,7 +22,8 @@ from megacpp.memory.forms.units import PartUnits, Unit
 from megacpp.model.pattern import ENTRANCE
 
 WINDOW_BYTES = 256 << 20  # on their way to the host, or back (checkpointing/offload.py)
-NEVER_AGAIN = (*ENTRANCE, "top")  # parts whose weights no backward gathers
+NEVER_AGAIN = (*ENTRANCE, COPY, "top")  # parts whose weights no backward gathers
+AFTER_NORM = ("top", "mtp", "head")  # parts that are given the last norm's result
 KEPT = ("activations", "moe_routing", "head_loss")  # components of what forwards keep
 
 
@@ -202,7 +203,9 @@ class StepSimulation:
         gathers = gathers and self.policy.sharded
         if gathers and block.whole:
             if looks:  # the one before is still there, as it arrived
-                self.see(name, self.passed, communication=(block.flat + block.gathered) * size)
+                given = layer.stream * (layer.kind in AFTER_NORM)  # which it or a later one saves
+                arriving = (block.flat + block.gathered) * size
+                self.see(name, self.passed + given, communication=arriving)
             had += self.gather(block)
         if gathers and experts.whole:
             if looks:
