@@ -21,6 +21,7 @@ MLA = "--model.attention.kind mla --model.attention.no-qk-norm --model.attention
 LATENTS = f"--model.pattern AFAF {MLA} --recompute.mla_q_upproj --recompute.mla_kv"
 SHARED = "--model.moe.num_shared 1 --model.moe.shared_hidden_dim 512 --model.mlp.hidden_dim 1024"
 PIPE = "--mesh.pp 2 --train.grad_accum 6"
+INDEXED = "--model.attention.sparse.layers all --model.attention.sparse.top_k 8"
 CASES = {  # ranks, the rank and flags
     "weights of recomputed feed-forwards": (1, 0, f"--model.pattern EFEF {SHARED} --recompute.mlp"),
     "weights of recomputed latents": (1, 0, LATENTS),
@@ -47,6 +48,7 @@ CASES = {  # ranks, the rank and flags
         0,
         "--model.pattern FFFF --model.mlp.hidden_dim 1024 --model.vocab_size 257",
     ),
+    "angles of an indexer": (1, 0, f"--model.pattern AFFF {INDEXED}"),
 }
 ENDS = "backward of embed", "end of backward"  # of an estimate; of a trace, the first
 REDUCED = {

@@ -43,7 +43,10 @@ def mask_bytes(own: LocalShapes, kinds: Collection[str], saved: bool = False) ->
             found += masks * rows * queries * row * each
         rotated = a.qk_rope_head_dim if a.kind == "mla" else a.head_dim
         tables = masks if a.full_layers and a.yarn is not None else 1
-        found += tables * rows * here * rotated * own.wide
+        index = a.sparse.head_dim if any("A.index" in kind for kind in kinds) else rotated
+        found += (tables * rotated + index * (index != rotated and a.kind != "mla")) * (
+            rows * here * own.wide
+        )
     if "M" in letters:
         tokens = row if mesh.cp > 1 and mesh.cp_mamba3 == "heads" else here
         chunk = model.mamba3.chunk_size if config.kernels.mamba3 in ("auto", "torch") else 0
