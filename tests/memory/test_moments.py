@@ -21,6 +21,7 @@ MLA = "--model.attention.kind mla --model.attention.no-qk-norm --model.attention
 LATENTS = f"--model.pattern AFAF {MLA} --recompute.mla_q_upproj --recompute.mla_kv"
 SHARED = "--model.moe.num_shared 1 --model.moe.shared_hidden_dim 512 --model.mlp.hidden_dim 1024"
 PIPE = "--mesh.pp 2 --train.grad_accum 6"
+EXTRA = "--model.mtp.depths 1"
 INDEXED = "--model.attention.sparse.layers all --model.attention.sparse.top_k 8"
 CASES = {  # ranks, the rank and flags
     "weights of recomputed feed-forwards": (1, 0, f"--model.pattern EFEF {SHARED} --recompute.mlp"),
@@ -31,6 +32,18 @@ CASES = {  # ranks, the rank and flags
         2,
         1,
         "--model.pattern AAEE --train.gradient_sync resident --mesh.reshard never",
+    ),
+    "what a stage returns": (4, 0, f"--model.pattern AFFAAFFA --model.depth 8 {PIPE}"),
+    "lookups of mtp in a last stage": (2, 1, f"--model.pattern AFAF {PIPE} {EXTRA}"),
+    "lookups of mtp in a tied head": (
+        2,
+        1,
+        f"--model.pattern AFAF {PIPE} {EXTRA} --model.tie_embeddings",
+    ),
+    "the first stage's embedding, in the last": (
+        2,
+        0,
+        f"--model.pattern AFAF {PIPE} --mesh.pp_schedule zbv --model.tie_embeddings",
     ),
     "gradients in fp32 are added at once": (
         2,

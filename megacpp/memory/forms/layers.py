@@ -12,6 +12,7 @@ from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.memory.forms.simulation import AFTER_NORM, Layer
 from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts
 from megacpp.memory.forms.units import TORCH, PartUnits, Unit
+from megacpp.memory.forms.weights import COPY
 from megacpp.model.stages import SPLIT_BACKWARD, stage_parts, walks_once
 
 WALKS_APART = (2, 13)  # torch from which on a backward is split: parallel/pipeline.py
@@ -55,17 +56,20 @@ def layers_of(
     # Then the embedding gets a gradient, to which a tied head's is added, before its own backward.
     looks_up = model.mtp.depths > 0 and not model.mtp.detach_trunk
     read_there = {"head"} if model.tie_embeddings else {"mtp"} if looks_up else set[str]()
+    # A last stage has a copy of it, a tied head, or that of the first stage on its rank.
+    holder = next((kind for kind in ("embed", COPY, "head") if kind in units), "")
+    table = units[holder].block.moved * (own.compute if sharded else own.wide) if holder else 0
     found = []
     for stage in named:
         ends = {kind for kind, *_ in stage}
+        shared = "head" in ends and ("embed" in ends or looks_up)  # by parts of the stage
         layers: list[Layer] = []
         for kind, number, part, makes in stage:
             form = NO_FORM if part is None else forms[part, makes]
             mine, waits = units.get(kind, NO_UNITS), 0
-            table = units["embed"].block.moved if "embed" in ends else 0
-            table *= own.compute if sharded else own.wide
-            if kind == "head" and model.tie_embeddings and "embed" in ends:
+            if kind == "head" and model.tie_embeddings and holder == "embed":
                 waits = table * (not looks_up)
+            if kind == "head" and model.tie_embeddings and "embed" in ends:
                 block = replace(units["embed"].block, moved=0)
                 mine = NO_UNITS if sharded else PartUnits(block, NO_UNIT, NO_UNIT)
             if kind == "ngram" and sharded:
@@ -91,7 +95,7 @@ def layers_of(
                     stream // model.mhc.streams if kind in AFTER_NORM else stream,
                     stream * (model.mhc.streams > 1 and part is not None and part.last),
                     waits,
-                    kind == "embed" and model.tie_embeddings and "head" in ends,
+                    model.tie_embeddings and kind == holder and shared,
                     form.away + form.takes,
                     *form.halves,
                 )

@@ -150,8 +150,8 @@ def _kinds(
     for part in own:
         parts = [*entrance(model)] if part.first else []
         parts += [kinds[i] for i in part.layers]
-        parts += [COPY] * (part.last and copies)
-        parts += exit_parts(model) if part.last else []
+        ends = exit_parts(model) if part.last else ()
+        parts += [x for end in ends for x in ((COPY, end) if copies and end == "mtp" else (end,))]
         found.append(tuple(parts))
     return tuple(found)
 

@@ -23,6 +23,7 @@ from megacpp.memory.forms.simulation import (
     Layer,
     StepSimulation,
     flat_ahead,
+    waiting,
 )
 from megacpp.memory.forms.units import TORCH, Unit
 from megacpp.model.stages import (
@@ -86,6 +87,7 @@ class StageState:
         narrow: the last walk for weights left its gradients in the dtype of the computation.
         whole: its weights are gathered.
         reduced: its gradients are reduced, and its weights are shards again.
+        lent: another stage of the rank left gradients of its embedding, as `wide`.
     """
 
     alive: int = 0
@@ -94,6 +96,7 @@ class StageState:
     narrow: bool = False
     whole: bool = True
     reduced: bool = False
+    lent: bool = False
 
 
 class PipelineState:
@@ -107,6 +110,8 @@ class PipelineState:
     Attributes:
         now: state of each stage.
         sent: number of gradients of its input that each stage still holds.
+        late: units whose gradients each stage adds up when its backward has ended, and the stage
+            that holds them: a last stage may use the embedding of the first.
     """
 
     def __init__(
@@ -123,6 +128,19 @@ class PipelineState:
         self.now = [StageState(whole=looped or not step.policy.again) for _ in stages]
         self.sent, self.most = [0] * len(stages), sent_gradients(own)
         self.stream = stream_bytes(own)
+        self.late = [
+            [(n, x.units.block) for x in stage if step.finishes_late(x) and x.units.block.whole]
+            for n, stage in enumerate(stages)
+        ]
+        for late, other, stage in zip(self.late, reversed(self.late), stages, strict=True):
+            if waiting(stage) and not late:
+                late += other[:1]
+        parts = stage_parts(own.config.model, own.config.mesh, own.stage)
+        received = [at_bottom(own) and place == 0 for place in range(len(parts))]
+        self.returned = [
+            self.stream * (not part.last and not counted)
+            for part, counted in zip(parts, received, strict=True)
+        ]
 
     def run(self, place: int, kind: str) -> None:
         """Simulate an action of a stage: `F`, `B`, `I` or `W` (megacpp/speed/pipeline.py), or `R`.
@@ -135,10 +153,20 @@ class PipelineState:
             for layer in stage:
                 step.forward(layer, gathers=not self._held(layer, state))
         elif kind == "B":
+            late = self.late[place]
+            carried = [self.now[n].wide or self.now[n].lent for n, _ in late]
+            waits = not (step.policy.at_once and all(carried))
             for at, layer in reversed([*enumerate(stage)]):
+                layer = layer if waits else replace(layer, waits=0)
                 gathers = layer.kind not in NEVER_AGAIN and not self._held(layer, state)
                 ahead = flat_ahead(stage[:at]) * step.policy.compute * (not state.whole)
                 step.backward(layer, gathers, ahead, state.wide, False, True)
+                if at + 1 == len(stage):  # torch holds what the stage returned until the end
+                    a, b, c = step.kept
+                    step.kept = a + self.returned[place], b, c
+            step.whole -= sum(layer.waits for layer in stage) * waits
+            for (_, unit), summed in zip(late, carried, strict=True):
+                step.finish(f"backward of {stage[0].name}", unit, 0, summed, False, leaves=False)
         elif kind == "I":
             for layer in reversed(stage):
                 step.backward_inputs(layer, state.wide, state.narrow)
@@ -150,9 +178,11 @@ class PipelineState:
 
     def after(self, place: int, kind: str) -> None:
         """Count an action as done."""
-        alive, halves, wide, narrow, *_ = astuple(self.now[place])
+        alive, halves, wide, narrow, *_, lent = astuple(self.now[place])
         if kind == "F":
-            found = StageState(alive + 1, halves, wide, narrow, not self.step.policy.again)
+            found = StageState(
+                alive + 1, halves, wide, narrow, not self.step.policy.again, lent=lent
+            )
         elif kind == "B":
             found = StageState(alive - 1, halves, True, False)
         elif kind == "I":
@@ -163,6 +193,8 @@ class PipelineState:
         else:
             found = StageState(reduced=True)
         self.now[place] = found
+        for n, _ in self.late[place] if kind == "B" else ():
+            self.now[n] = replace(self.now[n], lent=True)
         self.sent[place] = min(self.sent[place] + (kind in "BI"), self.most[place])
 
     def reduce_root(self, root: Unit) -> None:
@@ -223,6 +255,9 @@ class PipelineState:
         wide = sum(x.wide.whole for x in units) * self.step.policy.store
         summed = state.wide * moved * self.step.policy.store
         first = (state.wide or state.narrow or state.reduced) * wide
+        if state.lent and not state.wide:
+            moved = sum(layer.units.block.moved for layer in stage if layer.kind == "embed")
+            summed = moved * self.step.policy.store
         return summed + first + state.narrow * moved * self.step.policy.compute
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.memory.forms.units import PartUnits, Unit
+from megacpp.memory.forms.weights import COPY
 from megacpp.model.pattern import ENTRANCE
 
 WINDOW_BYTES = 256 << 20  # on their way to the host, or back (checkpointing/offload.py)
@@ -42,7 +43,8 @@ class Layer:
         passes: bytes that the next part is given and doesn't save.
         waits: bytes of a tied head's gradient, until the embedding has its own; of n-gram tables,
             until the end of the backward.
-        tied: an embedding whose unit is the head's too, and whole until the loss.
+        tied: an embedding whose unit is the head's too, and whole until the loss; or such a head,
+            in a last stage that looks tokens up.
         away: bytes that wait on the host.
         inputs, weights: fullest moments of a backward's two walks, if it is split.
         between: bytes that the first of them leaves for the second, beside what is saved.
@@ -307,7 +309,8 @@ class StepSimulation:
 
     def finishes_late(self, layer: Layer) -> bool:
         """Return whether gradients are reduced only at the end: the input has no gradient."""
-        return layer.kind == "embed" or (layer.kind == "ngram" and self.policy.sharded)
+        looked_up = layer.kind in ("embed", COPY) or layer.tied
+        return looked_up or (layer.kind == "ngram" and self.policy.sharded)
 
     def finish(
         self,
@@ -379,5 +382,11 @@ class StepSimulation:
 
 def flat_ahead(layers: Sequence[Layer]) -> int:
     """Return elements of the unit that is gathered during the backward behind these parts."""
-    left = next((layer for layer in reversed(layers) if layer.units.block.whole), None)
+    units = (x for x in reversed(layers) if x.units.block.whole and x.kind != COPY)
+    left = next(units, None)
     return 0 if left is None or left.kind in NEVER_AGAIN else left.units.block.flat
+
+
+def waiting(layers: Sequence[Layer]) -> int:
+    """Return bytes of the embedding's gradients that were made before its own backward."""
+    return sum(layer.waits for layer in layers if layer.kind in ("mtp", "head"))

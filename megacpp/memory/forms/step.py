@@ -21,7 +21,13 @@ from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import Storage, kinds_of
 from megacpp.memory.forms.parts import OUTER
 from megacpp.memory.forms.pipeline import buffer_bytes, pipeline_step
-from megacpp.memory.forms.simulation import FsdpPolicy, Layer, StepSimulation, flat_ahead
+from megacpp.memory.forms.simulation import (
+    FsdpPolicy,
+    Layer,
+    StepSimulation,
+    flat_ahead,
+    waiting,
+)
 from megacpp.memory.forms.units import Unit, stored_of
 
 RESHARD_ABOVE_BYTES = 1 << 30  # of gathered parameters: parallel/fsdp.py
@@ -203,11 +209,6 @@ def end_of_backward(
         there = not step.policy.again or layer.tied
         step.whole -= before if layer.kind == "embed" else layer.waits
         step.finish(name, layer.units.block, 0, carried, reduces, stays, there, renewed)
-
-
-def waiting(layers: list[Layer]) -> int:
-    """Return bytes of the embedding's gradients that were made before its own backward."""
-    return sum(layer.waits for layer in layers if layer.kind in ("mtp", "head"))
 
 
 def policy_of(
