@@ -157,10 +157,10 @@ def _axes(mesh: MeshConfig, world_size: int) -> Iterator[Broken]:
 def tensor_dims(config: ModelConfig, letters: set[str]) -> dict[str, int]:
     """Return the sizes that `tp` must divide, by setting."""
     dims = {"model.vocab_size": config.vocab_size}
-    for letter, kind in KINDS.items():
-        dims |= kind.tensor_dims(config) if letter in letters else {}
     for feature in FEATURES.values():
         dims |= feature.tensor_dims(config) if feature.present(config) else {}
+    for letter, kind in KINDS.items():
+        dims |= kind.tensor_dims(config) if letter in letters else {}
     return dims
 
 
