@@ -16,6 +16,8 @@ from megacpp.memory.allocator import replay
 from megacpp.memory.budget import as_run
 from megacpp.memory.device import runtime_bytes
 from megacpp.memory.estimate import estimate
+from tests.memory.allocator_peak import allocator_peak
+from tests.ranks import on_worlds
 
 # Few layers, large rows: holes weigh most.
 LARGE = (
@@ -37,6 +39,11 @@ CASES = [
     (4, f"moe_small --model.depth 2 {SHORT} --mesh.ep 4 --train.gradient_sync each"),
 ]
 
+WIDE = "tiny --train.device cpu --model.pattern FF --model.depth 4 --model.dim 128 --mesh.pp 2"
+FEW = "--model.vocab_size 256 --model.mlp.hidden_dim 128 --optim.name adamw --data.seq_len 128"
+MANY = "--train.device_batch_size 8 --train.tokens_per_step 0 --train.grad_accum 8"
+RECOMPUTED = "--recompute.fblock full --recompute.norms"
+
 
 @pytest.mark.parametrize(("size", "flags"), CASES, ids=[flags for _, flags in CASES])
 def test_no_allocator_reserves_more(size: int, flags: str) -> None:
@@ -48,3 +55,19 @@ def test_no_allocator_reserves_more(size: int, flags: str) -> None:
         bound = found.upper - runtime_bytes(config, size)
         reserved = replay(stream, expandable).reserved_bytes
         assert stream.peak()[1] <= reserved <= bound, (expandable, reserved / bound)
+
+
+def test_no_rank_of_a_pipeline_takes_more() -> None:
+    """Streams weigh most: gloo holds what it sends, which a trace without peers doesn't show."""
+    schedules = ("interleaved", "zbv")
+    flags = f"{WIDE} {FEW} {MANY} {RECOMPUTED} --mesh.pp_schedule"
+    configs = {s: parse_run(f"{flags} {s}".split(), 2).config for s in schedules}
+
+    def play(rank: int, number: int) -> int:
+        return allocator_peak(configs[schedules[number // 2]], 2, rank, number % 2)
+
+    taken = on_worlds(play, dict.fromkeys(range(2 * len(schedules)), 2))
+    for number, of_ranks in taken.items():
+        rank = number % 2
+        found = estimate(configs[schedules[number // 2]], 2, rank, detail=False)
+        assert of_ranks[rank] <= found.upper <= 2 * of_ranks[rank], (number, of_ranks, found.upper)

@@ -331,6 +331,18 @@ def sent_gradients(own: LocalShapes) -> list[int]:
     ]
 
 
+def held_bytes(own: LocalShapes) -> int:
+    """Return bytes that a rank sends in a step, which torch's requests hold until it has ended.
+
+    Those of gloo hold their tensors, and a schedule of several stages a rank waits at its end; of
+    one stage, for all but the last one before.
+    """
+    config, mesh = own.config, own.config.mesh
+    parts = stage_parts(config.model, mesh, own.stage)
+    sends = sum((not part.first) + (not part.last) for part in parts) - 2 * at_bottom(own)
+    return sends * stream_bytes(own) * (microbatches(own) if len(parts) > 1 else 1)
+
+
 def at_bottom(own: LocalShapes) -> bool:
     """Return whether a rank's stages are neighbours: one receives what the other has made."""
     mesh = own.config.mesh
