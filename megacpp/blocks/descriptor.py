@@ -139,6 +139,19 @@ class ContextExchange:
     once: Callable[[ModelConfig, MeshConfig], bool] = lambda model, mesh: False
 
 
+def copies_weights(own: LocalShapes, layers: int, outputs: int) -> int:
+    """Return 1 if a backward copies the weights of layers of one input, to multiply once.
+
+    See megacpp/kernels/joint_gradients.py: with fewer tokens than that it adds products.
+
+    Args:
+        own: shapes of a rank.
+        layers: number of them.
+        outputs: of all of them together, before `tp` cuts them.
+    """
+    return int((layers - 1) * own.tokens > outputs // own.tp)
+
+
 @dataclass(frozen=True)
 class AllocationSettings:
     """Settings that the allocations of a block depend on, by section of the configuration.

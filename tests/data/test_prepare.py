@@ -118,7 +118,7 @@ def test_new_documents_leave_the_others_in_their_split(
 
 def test_duplicates_empty_and_broken_documents_are_counted(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source", ["int a;", "int b;", "int a;", "", "int a;", "c"])
-    (source / "bad.h").write_bytes(b"\xff\xfe")
+    (source / "bad.h").write_bytes(b"\xff\xfd")
     index = ensure_corpus(CorpusSpec(str(source), vocab_size=300), tmp_path / "out").index
     assert index["documents"] == {
         "read": 7,

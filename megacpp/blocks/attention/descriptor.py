@@ -20,6 +20,7 @@ from megacpp.blocks.descriptor import (
     ContextExchange,
     HFTensor,
     Parameter,
+    copies_weights,
 )
 
 if TYPE_CHECKING:
@@ -307,6 +308,16 @@ def lines(config: Config) -> Iterator[str]:
     yield from sparse_lines(config)
 
 
+def _products(own: LocalShapes) -> tuple[int, ...]:
+    """Return what decides about operators of a compiled block: copies of the inputs' weights."""
+    sizes = dims(own.config.model)
+    if not own.compiled:
+        return (0,)
+    if "K" in sizes:
+        return (copies_weights(own, 3, sizes["Q"] + 2 * sizes["K"]),)
+    return (copies_weights(own, 2, own.tp * (sizes["Lq"] + sizes["Lk"])),)  # whole on each rank
+
+
 ATTENTION = BlockKind(
     letter="A",
     name="attention",
@@ -317,7 +328,7 @@ ATTENTION = BlockKind(
     tensor_dims=tensor_dims,
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
-    allocations=AllocationSettings("attention", kernel="attention"),
+    allocations=AllocationSettings("attention", kernel="attention", same=_products),
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="ablock",

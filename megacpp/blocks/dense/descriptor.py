@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megacpp.blocks.descriptor import ALL_TOKENS, AllocationSettings, BlockKind, HFTensor, Parameter
+from megacpp.blocks.descriptor import (
+    ALL_TOKENS,
+    AllocationSettings,
+    BlockKind,
+    HFTensor,
+    Parameter,
+    copies_weights,
+)
 
 if TYPE_CHECKING:
     from megacpp.blocks.dense.module import MLP
@@ -80,7 +87,9 @@ DENSE = BlockKind(
     tensor_dims=lambda model: {"model.mlp.hidden_dim": model.mlp.hidden_dim},
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
-    allocations=AllocationSettings("mlp"),
+    allocations=AllocationSettings(
+        "mlp", same=lambda own: (copies_weights(own, 2, 2 * own.config.model.mlp.hidden_dim),)
+    ),
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="fblock",

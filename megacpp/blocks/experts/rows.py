@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from megacpp.blocks.descriptor import copies_weights
 from megacpp.blocks.experts.choices import circle, columns, visited_ranks
 from megacpp.kernels.experts.sizes import CPU_ROWS, GPU_ROWS, block_rows, most_slots
 
@@ -103,11 +104,12 @@ def counts(own: LocalShapes) -> dict[str, int]:
 
 
 def operators(own: LocalShapes) -> tuple[int, ...]:
-    """Return what decides about operators: masks that are made, and blocks of hidden units."""
-    rows = expert_rows(own)
+    """Return what decides about operators: masks, blocks of hidden units, copies of weights."""
+    rows, moe = expert_rows(own), own.config.model.moe
     each = _block(own)
     blocks = -(-rows.slots // each) if own.by("experts") == "torch" else 0
-    return *map(int, rows.whole), blocks
+    shared = copies_weights(own, 2, 2 * moe.num_shared * moe.shared_hidden_dim)
+    return *map(int, rows.whole), blocks, shared
 
 
 def _block(own: LocalShapes) -> int:
