@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megacpp.config.schema import Config, MeshConfig
@@ -353,18 +353,18 @@ class _Looks:
         found = Candidate(config, rung, needs, rank, score, settings)
         nearest = search.nearest
         if misfit == TOO_LARGE and (nearest is None or needs.point < nearest.estimate.point):
-            search.nearest = found
+            rank, needs, _ = self._fullest(config, True)  # ranks behind that one may need more
+            search.nearest = replace(found, estimate=needs, rank=rank)
         return found
 
-    def _fullest(self, config: Config) -> tuple[int, MemoryEstimate, int]:
+    def _fullest(self, config: Config, every: bool = False) -> tuple[int, MemoryEstimate, int]:
         """Return the rank that needs most, its estimate, and the worst verdict of all ranks."""
-        search, worst, found = self.search, FITS, []
-        config = as_planned(config)
+        search, worst, found, config = self.search, FITS, [], as_planned(config)
         for rank in self.ranks:
             needs = search.estimator(config, search.world, rank, search.budget)
             worst = max(worst, MISFITS[needs.verdict])
             found.append((needs.point, rank, needs))
-            if worst == TOO_LARGE:
+            if worst == TOO_LARGE and not every:
                 break
         _, rank, needs = max(found, key=lambda f: (f[0], -f[1]))
         self.ranks.remove(rank)
