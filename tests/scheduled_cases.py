@@ -30,7 +30,7 @@ def test_what_is_fused_for_a_gpu_without_one() -> None:
 
 
 def test_a_sum_of_what_programs_left_counts() -> None:
-    """Of a norm's backward, a kernel leaves sums over some of the rows, and torch adds these."""
+    """Count what follows a norm's kernel, which leaves sums over some rows for torch to add."""
     code = """
 def call(self, args):
     triton_per_fused_add_mul_sum_view_2.run(buf4, primals_1, workspace_0, 8192, 3584, stream=s)

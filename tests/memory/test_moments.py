@@ -107,7 +107,7 @@ def test_each_part_has_its_fullest_moment(case: str) -> None:
 
 @pytest.mark.parametrize("case", REDUCED)
 def test_reductions_of_a_pipeline(case: str) -> None:
-    """Of many words, so that the peak is there: a head's unit is reduced before the blocks'."""
+    """Take many words, so that the peak is there: a head's unit is reduced before the blocks'."""
     flags = f"--model.pattern FFFF --model.mlp.hidden_dim 512 --data.seq_len 64 {REDUCED[case]}"
     config = config_of(2, f"{flags} --model.vocab_size 16384 --optim.name adamw")
     rank = 0 if "interleaved" in flags else 1

@@ -96,7 +96,7 @@ def test_thin_layers_are_one_product() -> None:
 
 
 def test_gradients_in_one_tensor_take_one_product_each() -> None:
-    """Of the input and of all weights, whose gradients add up over backwards; or one is frozen."""
+    """Compare gradients of the input and of all weights, added over backwards; or one frozen."""
     made = [nn.Linear(8, 3, bias=False, dtype=torch.float64) for _ in range(2)]
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     dys = torch.randn(2, 5, 6, dtype=torch.float64).chunk(2, -1)
