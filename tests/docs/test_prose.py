@@ -19,6 +19,7 @@ FILLED = [
         DOCS / f"{name}.md"
         for name in ("after-a-run", "faq", "install", "notation", "using", "when-it-stops")
     ),
+    *(DOCS / f"{name}.md" for name in ("architecture", "benchmarks", "contracts", "torture")),
     *(
         page
         for folder in ("assignments", "launch")
