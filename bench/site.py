@@ -58,14 +58,15 @@ SETTINGS = {
         ],
         "palette": [
             {
-                "media": f"(prefers-color-scheme: {scheme})",
+                "media": f"(prefers-color-scheme{scheme})",
                 "scheme": name,
                 "primary": "blue grey",
-                "toggle": {"icon": f"material/{icon}", "name": f"Switch to {other} mode"},
+                "toggle": {"icon": f"material/{icon}", "name": f"Switch to {other}"},
             }
             for scheme, name, icon, other in (
-                ("light", "default", "weather-night", "dark"),
-                ("dark", "slate", "weather-sunny", "light"),
+                ("", "default", "brightness-auto", "light mode"),  # as the system has it
+                (": light", "default", "weather-night", "dark mode"),
+                (": dark", "slate", "weather-sunny", "the system's mode"),
             )
         ],
     },

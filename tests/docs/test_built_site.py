@@ -73,6 +73,18 @@ def test_every_page_fits_and_is_free_of_errors(address: str, width: int) -> None
     assert wrong == {}
 
 
+def test_a_page_follows_the_colours_of_the_system(address: str) -> None:
+    """In one browser, which remembers what it showed before."""
+    shown = {}
+    with Browser() as browser:
+        for scheme in ("light", "dark", "light"):
+            browser.open(f"{address}/index.html", 1280, scheme)
+            browser.overflow()
+            found = browser.run("getComputedStyle(document.body).backgroundColor")
+            assert shown.setdefault(scheme, found) == found
+    assert shown["light"] != shown["dark"], shown
+
+
 def drawn_by() -> str:
     """Return the browser and the font that draw a page: others draw it otherwise."""
     commands = [[BROWSER or "", "--version"]]
