@@ -84,11 +84,17 @@ SETTINGS = {
     ],
     "extra_css": ["site.css"],
 }
-# Printed figures are wide: they scroll inside their box, tables too.
+# Printed figures are wide: they scroll inside their box, tables too. So do pictures on a phone,
+# where their words would be half as large as those of the text.
 STYLE = """\
 .md-grid { max-width: 82rem; }
 .md-typeset pre > code { font-size: .72rem; }
 .md-typeset img { max-width: 100%; height: auto; }
+.md-typeset td code { word-break: normal; }
+@media (max-width: 40em) {
+  .md-typeset p:has(> img:only-child) { overflow-x: auto; }
+  .md-typeset p > img:only-child { max-width: none; width: 36rem; }
+}
 .md-typeset .formula { overflow-x: auto; margin: 1em 0; }
 .md-typeset .formula math { margin: .5em 0; }
 .md-typeset abbr { border-bottom-color: var(--md-default-fg-color--lightest); }

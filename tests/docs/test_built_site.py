@@ -85,6 +85,14 @@ def test_a_page_follows_the_colours_of_the_system(address: str) -> None:
     assert shown["light"] != shown["dark"], shown
 
 
+def test_words_of_a_picture_can_be_read_on_a_phone(address: str) -> None:
+    """Words of 11 and more pixels in a picture of 760 shrink to no less than 9."""
+    with Browser() as browser:
+        browser.open(f"{address}/17-pipeline.html", 390)
+        assert browser.run("document.querySelector('p > img').offsetWidth") >= 760 * 9 / 11
+        assert browser.overflow() <= 0
+
+
 def drawn_by() -> str:
     """Return the browser and the font that draw a page: others draw it otherwise."""
     commands = [[BROWSER or "", "--version"]]

@@ -94,3 +94,17 @@ def test_the_timeline_follows_its_slider(browser: Browser) -> None:
         if size:
             assert browser.run("""at("memory").textContent""") == f"{size / 2**30:.2f} GiB"
     assert browser.run("""at("spans").rows.length""") == len(spans)
+    fills = browser.run(
+        """[...document.querySelectorAll("#picture rect")].map(r => r.getAttribute("fill"))"""
+    )
+    assert "undefined" not in fills and len({f for f in fills if f}) > 5
+
+
+def test_words_of_the_explorer_stay_whole_on_a_phone(browser: Browser) -> None:
+    browser.open(FOLDER / "mesh-explorer.html", 390)
+    heights = browser.run(
+        """[...at("kinds").rows].map(row => [row.cells[0].textContent, row.offsetHeight])"""
+    )
+    lines = {kind: height // 24 for kind, height in heights}  # of 24 pixels
+    assert "communication" in lines
+    assert {kind for kind, lines in lines.items() if lines > 1} <= {k for k in lines if " " in k}
