@@ -84,11 +84,16 @@ SETTINGS = {
     ],
     "extra_css": ["site.css"],
 }
-# Printed figures are wide: they scroll inside their box, tables too. So do pictures on a phone,
+# A window of 1,280 pixels shows code of 100 columns whole, beside narrower lists at both sides.
+# Printed figures are wider: they scroll inside their box, tables too. So do pictures on a phone,
 # where their words would be half as large as those of the text.
 STYLE = """\
 .md-grid { max-width: 82rem; }
-.md-typeset pre > code { font-size: .72rem; }
+.md-typeset pre > code { font-size: .64rem; }
+@media (min-width: 76.25em) {
+  .md-sidebar { width: 10.4rem; }
+  .md-sidebar .md-sidebar__inner { padding-right: 0; }
+}
 .md-typeset img { max-width: 100%; height: auto; }
 .md-typeset td code { word-break: normal; }
 @media (max-width: 40em) {

@@ -85,6 +85,14 @@ def test_a_page_follows_the_colours_of_the_system(address: str) -> None:
     assert shown["light"] != shown["dark"], shown
 
 
+def test_code_of_100_columns_fits_beside_the_navigation(address: str) -> None:
+    with Browser() as browser:
+        browser.open(f"{address}/12-the-plan.html", 1280)
+        browser.overflow()
+        code = "[...document.querySelectorAll('.highlight pre > code:has(.kn)')]"
+        assert browser.run(f"Math.max(...{code}.map(c => c.scrollWidth - c.clientWidth))") <= 0
+
+
 def test_words_of_a_picture_can_be_read_on_a_phone(address: str) -> None:
     """Words of 11 and more pixels in a picture of 760 shrink to no less than 9."""
     with Browser() as browser:
