@@ -100,7 +100,7 @@ def rows_that_leave() -> Drawing:
     for place, row in enumerate(order):
         x = left + place * wide
         if row >= 0:
-            drawing.path([(left + (row + 0.5) * wide, 60), (x + wide / 2, 156)], "pale")
+            drawing.path([(left + (row + 0.5) * wide, 60), (x + wide / 2, 156)], "line")
         kind, words = (row % 8 // 2, str(row)) if row >= 0 else ("off", "")
         drawing.rect(x, 156, wide - 2, 28, kind, words)
     words = "One colour: a pair that RoPE turns. Grey: rows of zeros, the gate that ours lacks."

@@ -25,10 +25,10 @@ def tiny_loss() -> Drawing:
     axes = Axes(drawing, 64, 62, 660, 250, (0, len(steps)), (0, most))
     last = [steps[max(0, i - 9) : i + 1] for i in range(len(steps))]
     means = [sum(ten) / len(ten) for ten in last]
-    names: list[tuple[int | str, str]] = [("off", "a step"), (0, "mean of ten"), (1, "held out")]
+    names: list[tuple[int | str, str]] = [("line", "a step"), (0, "mean of ten"), (1, "held out")]
     drawing.legend(64, 12, names)
     axes.frame(range(0, len(steps) + 1, 20), ticks(most), ("optimizer step", "bits per byte"))
-    axes.line(enumerate(steps, 1), "pale")
+    axes.line(enumerate(steps, 1), "line")
     axes.line(enumerate(means, 1), "s0")
     words = {"gzip": "gzip -9, each document alone", "xz": "xz -9, one stream"}
     for number, (program, how) in enumerate(words.items()):

@@ -60,6 +60,16 @@ def test_a_picture_stays_within_its_frame(name: str) -> None:
             assert 0 <= float(item.attrib["y"]) <= height
 
 
+@pytest.mark.parametrize("name", PICTURES)
+def test_what_a_picture_shows_is_not_pale(name: str) -> None:
+    """Only lines behind a chart, which are level, may be hard to see."""
+    root = ElementTree.parse(FOLDER / f"{name}.svg").getroot()
+    for item in root.iter("{http://www.w3.org/2000/svg}polyline"):
+        if item.attrib["class"] == "pale":
+            heights = {point.split(",")[1] for point in item.attrib["points"].split()}
+            assert len(heights) == 1, item.attrib["points"]
+
+
 def test_both_colour_schemes_have_every_class() -> None:
     light, dark = STYLE.split("@media (prefers-color-scheme: dark)")
     for kind in ("text", ".note", ".in", ".back", ".line", ".edge", ".pale", ".off"):
