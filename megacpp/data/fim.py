@@ -15,10 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megacpp.data.specials import OURS, FimIds
-
-assert OURS.fim is not None
-SENTINELS = OURS.fim  # sentinels of a learned tokenizer
+from megacpp.data.specials import FimIds
 
 
 @dataclass(frozen=True)
@@ -49,9 +46,7 @@ def cut(text: str, digest: bytes, seed: int, rate: float) -> FimParts | None:
     return FimParts(text[:first], text[first:second], text[second:], bool(order & 1))
 
 
-def arrange(
-    parts: FimParts, encode: Callable[[str], np.ndarray], sentinels: FimIds = SENTINELS
-) -> np.ndarray:
+def arrange(parts: FimParts, encode: Callable[[str], np.ndarray], sentinels: FimIds) -> np.ndarray:
     """Return the ids of a split document with its sentinels.
 
     Each part is encoded separately, as it is when a user's prompt ends at the split.
@@ -63,18 +58,3 @@ def arrange(
     else:
         pieces = (first, prefix, between, suffix, last, middle)
     return np.concatenate([np.asarray(p, np.uint32) for p in pieces])
-
-
-def restore(ids: np.ndarray, sentinels: FimIds = SENTINELS) -> np.ndarray:
-    """Return ids in reading order: the inverse of `arrange`, and the identity on other documents.
-
-    SPM is PSM with an empty prefix and a middle that starts with the prefix, so one rule does both.
-    """
-    if not (ids == sentinels.prefix).any():
-        return ids
-    start, suffix, middle = (
-        int(np.flatnonzero(ids == i)[0])
-        for i in (sentinels.prefix, sentinels.suffix, sentinels.middle)
-    )
-    assert start == 0 and start < suffix < middle, "sentinels out of order"
-    return np.concatenate([ids[1:suffix], ids[middle + 1 :], ids[suffix + 1 : middle]])

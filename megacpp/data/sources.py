@@ -18,7 +18,6 @@ from megacpp.data.files import (
     saved_files,
     suffix,
 )
-from megacpp.data.readers import SourceDocument, read_file
 from megacpp.data.remote import RemoteFiles, remote_files
 from megacpp.data.streams import stream_facts
 from megacpp.errors import DataError
@@ -159,20 +158,6 @@ def torch_headers() -> Path:
             "Fix: give --source FOLDER with C++ files."
         )
     return folder
-
-
-def read_items(source: Source, field: str = "") -> Iterator[SourceDocument]:
-    """Yield every document of a source: one per record, or one or more per text file.
-
-    Args:
-        source: files to read.
-        field: field of the text in records (empty: text or content).
-
-    Raises:
-        DataError: unreadable file, broken record, missing or non-text field.
-    """
-    for _, path in source.numbered():
-        yield from read_file(path, field, source.document_bytes)
 
 
 def _torch_version() -> str:

@@ -59,17 +59,6 @@ from megacpp.terminal.progress import counted
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
-def gather_weights(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return all weights on rank 0's CPU, None on other ranks; every rank calls it.
-
-    Names and their order are those of the unsharded model on any mesh. One parameter at a time is
-    whole on a device.
-    """
-    whole = catalogue(model_tensors(model))
-    weights = dict(_whole_tensors(model, whole, _ordered(model, whole)))
-    return weights if this_rank()[0] == 0 else None
-
-
 def whole_copy(
     model: nn.Module, config: ModelConfig, device: torch.device | str
 ) -> HybridLM | None:

@@ -27,7 +27,7 @@ from megacpp.errors import ConfigError
 from megacpp.lessons.awake import awake
 from megacpp.memory.estimate import estimate
 from megacpp.state.checkpoint import load_checkpoint, save_checkpoint
-from megacpp.state.export import export_weights, gather_weights, load_exported
+from megacpp.state.export import export_weights, load_exported
 from megacpp.state.tensors import model_tensors
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
@@ -39,6 +39,7 @@ from tests.checkpointing.fp8_cases import CPU, CPU_RUN, changed
 from tests.checkpointing.test_fp8_experts import expert_model
 from tests.parallel.parity import Run, batches_of, config_of, world_of
 from tests.ranks import RankError, run_ranks
+from tests.state.gathered import gather_weights
 from tests.state.meshes import digests, merged
 
 FSDP = Run("A", MeshConfig(dp_shard=2), dtype="fp32")

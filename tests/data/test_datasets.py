@@ -9,8 +9,9 @@ import pytest
 
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.shards import fingerprint
-from megacpp.data.sources import find_source, read_items
+from megacpp.data.sources import find_source
 from megacpp.errors import DataError
+from tests.data.reading import read_items
 
 datasets = pytest.importorskip("datasets")
 

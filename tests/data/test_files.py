@@ -9,8 +9,9 @@ import pytest
 
 from megacpp.cli.main import main
 from megacpp.data.files import choose_files
-from megacpp.data.sources import find_source, read_items
+from megacpp.data.sources import find_source
 from megacpp.errors import DataError
+from tests.data.reading import read_items
 
 
 def write(folder: Path, names: dict[str, bytes]) -> Path:

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from megacpp.data import fim
-from megacpp.data.specials import FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
+from megacpp.data.specials import FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, FimIds
 from megacpp.data.tokenizer import CorpusTokenizer
+from tests.data.reading import restore
+
+IDS = FimIds(FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX)
 
 
 def sha256(text: str) -> bytes:
@@ -24,8 +27,8 @@ def test_every_cut_restores_the_document(tokenizer: CorpusTokenizer, documents: 
             parts = fim.cut(text, sha256(text), seed, 1.0)
             assert parts is not None
             assert parts.prefix + parts.middle + parts.suffix == text
-            ids = fim.arrange(parts, tokenizer.encode)
-            assert tokenizer.decode(fim.restore(ids).tolist()) == text
+            ids = fim.arrange(parts, tokenizer.encode, IDS)
+            assert tokenizer.decode(restore(ids, IDS).tolist()) == text
             orders.add(parts.suffix_first)
     assert orders == {False, True}
 
@@ -34,13 +37,13 @@ def test_the_two_orders_by_hand() -> None:
     def encode(text: str) -> np.ndarray:
         return np.array([100 + int(c) for c in text], np.uint32)
 
-    psm = fim.arrange(fim.FimParts("12", "3", "45", False), encode)
-    spm = fim.arrange(fim.FimParts("12", "3", "45", True), encode)
+    psm = fim.arrange(fim.FimParts("12", "3", "45", False), encode, IDS)
+    spm = fim.arrange(fim.FimParts("12", "3", "45", True), encode, IDS)
     p, m, s = FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX
     assert psm.tolist() == [p, 101, 102, s, 104, 105, m, 103]
     assert spm.tolist() == [p, s, 104, 105, m, 101, 102, 103]
     for ids in (psm, spm, encode("12345")):
-        assert fim.restore(ids).tolist() == [101, 102, 103, 104, 105]
+        assert restore(ids, IDS).tolist() == [101, 102, 103, 104, 105]
 
 
 def test_pure_function_of_seed_and_hash(documents: list[str]) -> None:

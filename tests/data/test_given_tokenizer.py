@@ -17,6 +17,7 @@ from megacpp.data.corpus import Corpus
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError, DataError
+from tests.data.reading import restore
 
 TEXTS = [str(text)[:500] for text in topics.topics.values()][:60]
 TEXT = "Hello wörld, it's 漢字 — ﬁne.\n\n\tNext  line 🙂 <s>[SEP]<|endoftext|>"
@@ -220,7 +221,7 @@ def test_fill_in_the_middle_needs_its_tokens(files: dict, records: Path, tmp_pat
     assert [tokenizer.special_names[i] for i in sentinels] == names
     assert not set(sentinels) & set(tokenizer.encode("".join(names)).tolist())  # text stays text
     ids = fim.arrange(fim.FimParts("ab", "c", "de", False), tokenizer.encode, sentinels)
-    assert tokenizer.decode(fim.restore(ids, sentinels).tolist()) == "abcde"
+    assert tokenizer.decode(restore(ids, sentinels).tolist()) == "abcde"
     assert [i for i in ids.tolist() if i in sentinels] == [
         sentinels.prefix, sentinels.suffix, sentinels.middle
     ]  # fmt: skip

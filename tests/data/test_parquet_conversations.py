@@ -10,8 +10,9 @@ import pytest
 
 from megacpp.cli.main import main
 from megacpp.data.shards import fingerprint, read_index
-from megacpp.data.sources import find_source, read_items
+from megacpp.data.sources import find_source
 from tests.data.chats import TALK
+from tests.data.reading import read_items
 from tests.data.test_conversations import question
 
 

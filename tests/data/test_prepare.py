@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megacpp.cli.main import main
-from megacpp.data import fim, prepare
+from megacpp.data import prepare
 from megacpp.data.document_store import DocumentStore
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.shard_writer import SplitWriter
@@ -21,6 +21,7 @@ from megacpp.data.specials import BOS, EOS, FIM_PREFIX
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError, DataError
 from tests.data.conftest import write_folder
+from tests.data.reading import restore
 
 
 def load(path: Path) -> dict:
@@ -176,7 +177,9 @@ def test_fill_in_the_middle_spares_validation(
     assert counts["psm"] > 0 and counts["spm"] > 0
     assert counts["psm"] + counts["spm"] == len(cut) < len(train)
     tokenizer = CorpusTokenizer.load(made.path / "tokenizer.json")
-    restored = [tokenizer.decode(fim.restore(np.array(ids)).tolist()) for ids in train]
+    marks = tokenizer.specials.fim
+    assert marks is not None
+    restored = [tokenizer.decode(restore(np.array(ids), marks).tolist()) for ids in train]
     assert restored == split_texts(corpus_path, "train")
 
 

@@ -17,11 +17,12 @@ import pytest
 from megacpp import urls
 from megacpp.data import remote
 from megacpp.data.prepare import ensure_corpus
-from megacpp.data.sources import find_source, read_items
+from megacpp.data.sources import find_source
 from megacpp.data.spec import CorpusSpec
 from megacpp.downloads import RemoteFile
 from megacpp.errors import DataError
 from tests.conftest import make_bucket
+from tests.data.reading import read_items
 
 fsspec = pytest.importorskip("fsspec")
 

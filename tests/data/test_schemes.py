@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from megacpp.data.sources import find_source, read_items
+from megacpp.data.sources import find_source
 from megacpp.errors import DataError
 from megacpp.urls import PACKAGES
+from tests.data.reading import read_items
 
 fsspec = pytest.importorskip("fsspec")
 MemoryFileSystem = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem

@@ -10,8 +10,9 @@ from megacpp.data.files import CPP_GLOBS
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.readers import SourceDocument
 from megacpp.data.shards import fingerprint
-from megacpp.data.sources import TORCH_HEADERS, find_source, read_items
+from megacpp.data.sources import TORCH_HEADERS, find_source
 from megacpp.errors import ConfigError, DataError
+from tests.data.reading import read_items
 from tests.figures import Record
 
 

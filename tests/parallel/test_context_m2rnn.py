@@ -23,13 +23,11 @@ from megacpp.kernels.m2rnn.backends import m2rnn_carried
 from megacpp.kernels.m2rnn.chunks import StateClip
 from megacpp.kernels.m2rnn.reference import m2rnn_sequential
 from megacpp.lessons.context import (
-    ORDERS,
     ROWS,
     TOKENS,
     Pass,
     error,
     normal,
-    outside,
     packed_rows,
     run,
     run_part,
@@ -42,6 +40,7 @@ from parallel.context.layout import ContextLayout, Order
 from parallel.context.scan import ContextScan, heads_if_divisible
 from tests.collectives import Collective
 from tests.model.small import small
+from tests.parallel.context_documents import ORDERS, outside
 from tests.ranks import run_ranks
 
 DIM = 12

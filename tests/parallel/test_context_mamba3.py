@@ -18,13 +18,11 @@ from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.schema import ModelConfig
 from megacpp.lessons.context import (
-    ORDERS,
     ROWS,
     TOKENS,
     Pass,
     error,
     normal,
-    outside,
     packed_rows,
     run,
     run_part,
@@ -39,6 +37,7 @@ from parallel.context.layout import ContextLayout, Order
 from parallel.context.scan import ContextScan
 from tests.collectives import Collective, CollectiveCounter
 from tests.model.mamba3_cases import VARIANTS
+from tests.parallel.context_documents import ORDERS, outside
 from tests.ranks import run_ranks
 
 DIM = 16  # 8 heads of 4

@@ -22,7 +22,6 @@ from megacpp.state import export
 from megacpp.state.checkpoint import save_checkpoint
 from megacpp.state.export import (
     export_weights,
-    gather_weights,
     load_exported,
     load_trained,
     read_model_config,
@@ -31,6 +30,7 @@ from megacpp.state.manifest import Manifest, write_manifest
 from megacpp.state.published import overtaken
 from megacpp.state.tensors import is_persistent, model_tensors
 from tests.ranks import run_ranks
+from tests.state.gathered import gather_weights
 from tests.state.small import SMALL, build, loss
 from tests.state.toy import differences, toy_model
 

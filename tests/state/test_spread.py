@@ -22,11 +22,12 @@ from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
 from megacpp.state import export
 from megacpp.state.checkpoint import load_checkpoint, save_checkpoint, verify
-from megacpp.state.export import export_weights, gather_weights, load_exported
+from megacpp.state.export import export_weights, load_exported
 from megacpp.state.published import latest_checkpoint
 from megacpp.state.tensors import model_tensors
 from parallel.build import build_model
 from tests.ranks import LONG_S, run_ranks
+from tests.state.gathered import gather_weights
 from tests.state.meshes import config_of, fill, model_config, state_of, world_of
 from tests.state.toy import differences, local
 
