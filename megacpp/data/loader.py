@@ -10,24 +10,13 @@ or another accumulation continues at the first row that was never read.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 from megacpp.data.batches import Batch
+from megacpp.data.corpus import Corpus
+from megacpp.data.mixture import Mixture
 from megacpp.torch_extras import region
-
-
-class TrainingRows(Protocol):
-    """Source of rows: a `Corpus` or a `Mixture`."""
-
-    def train_batch(self, rows: Sequence[int], /) -> Batch:
-        """Return training rows by global number."""
-        ...
-
-    def changes_at(self, step: int, /) -> bool:
-        """Return whether rows from a step on come in another order."""
-        ...
 
 
 class Loader:
@@ -51,7 +40,12 @@ class Loader:
     """
 
     def __init__(
-        self, corpus: TrainingRows, rank: int, ranks: int, device_batch_size: int, position: int = 0
+        self,
+        corpus: Corpus | Mixture,
+        rank: int,
+        ranks: int,
+        device_batch_size: int,
+        position: int = 0,
     ) -> None:
         assert 0 <= rank < ranks and device_batch_size >= 1 and position >= 0
         self.corpus, self.rank, self.ranks = corpus, rank, ranks

@@ -13,7 +13,6 @@ import torch
 from megacpp.config.arguments import Resolved, parse_run
 from megacpp.config.schema import Config
 from megacpp.errors import MegacppError, config_error
-from megacpp.launch import fit
 from megacpp.launch.fit import Ladder, Outcome, climb, difference
 from megacpp.launch.gate import Admission, Estimator
 from megacpp.launch.trial import TrialCommand, arguments_of, port_conflict, run_trial, trial_command
@@ -138,7 +137,7 @@ class _Orders:
         self.number += 1
         self.peers.tell(f"order/{self.number}", what)
 
-    def run(self, number: int, candidate: fit.ScoredCandidate) -> Outcome:
+    def run(self, number: int, candidate: Candidate) -> Outcome:
         for _ in range(PORTS):
             own = self.folder / f"attempt-{number}"
             order = trial_command(self.number + 1, candidate.config, self.size, own)

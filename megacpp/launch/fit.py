@@ -16,43 +16,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from megacpp.config.arguments import flatten
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, MegacppError, config_error
 from megacpp.memory.budget import words
-from megacpp.memory.estimate import MemoryEstimate
+from megacpp.memory.planner import Candidate
 from megacpp.run.health import Health
 
 STEPS = 4
 BUMP = 0.02  # fraction by which the next estimate must be below one that ran out of memory
 # Settings derived from a candidate's mesh and batch; all have the same tokens per step.
 DERIVED = ("train.grad_accum", "mesh.dp_shard")
-
-
-class ScoredCandidate(Protocol):
-    """Configuration that the planner scored (megacpp/memory/planner.py)."""
-
-    @property
-    def config(self) -> Config:
-        """Configuration of the candidate."""
-        ...
-
-    @property
-    def estimate(self) -> MemoryEstimate:
-        """Memory estimate of its fullest rank."""
-        ...
-
-    @property
-    def score(self) -> Any:
-        """Score for comparison."""
-        ...
-
-    @property
-    def checkpointing(self) -> bool:
-        """Whether it recomputes activations."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -106,7 +82,7 @@ class Attempt:
     """
 
     number: int
-    candidate: ScoredCandidate
+    candidate: Candidate
     changed: dict[str, Any]
     knobs: tuple[str, ...]
     headroom: float
@@ -145,11 +121,11 @@ class Ladder:
         chosen: number of the attempt whose candidate trains; None: none yet.
     """
 
-    candidates: Sequence[ScoredCandidate]
+    candidates: Sequence[Candidate]
     asked: Config
     device_bytes: int
     budget_bytes: int
-    extra_bytes: Callable[[ScoredCandidate], int] = lambda _: 0
+    extra_bytes: Callable[[Candidate], int] = lambda _: 0
     attempts: list[Attempt] = field(default_factory=list)
     chosen: int | None = None
 
@@ -158,7 +134,7 @@ class Ladder:
         self._ceiling = float(self.budget_bytes)
         self._tried: set[int] = set()
 
-    def next(self) -> ScoredCandidate | None:
+    def next(self) -> Candidate | None:
         """Return the next candidate, or None if none is left."""
         left = [
             (i, c)
@@ -198,13 +174,11 @@ class Ladder:
             self._ceiling = min(self._ceiling, self._needs(candidate) * (1 - BUMP))
         return attempt
 
-    def _needs(self, candidate: ScoredCandidate) -> int:
+    def _needs(self, candidate: Candidate) -> int:
         return candidate.estimate.point + self.extra_bytes(candidate)
 
 
-def climb(
-    ladder: Ladder, run: Callable[[int, ScoredCandidate], Outcome], most: int = 1
-) -> ScoredCandidate:
+def climb(ladder: Ladder, run: Callable[[int, Candidate], Outcome], most: int = 1) -> Candidate:
     """Run candidates of the ladder until some are sound; return the one with the fastest step.
 
     All have the same tokens per step, so the median step decides; of equal ones the first.

@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from megacpp.config.arguments import flatten, parse_run, replace_keys
 from megacpp.config.presets import preset
@@ -57,22 +57,6 @@ SETTINGS: dict[str, Any] = {
     "memory.gate": "off",
     "memory.snapshot_every": 0,
 }
-
-
-class Child(Protocol):
-    """Started process, such as `subprocess.Popen`."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
-        ...
-
-    def kill(self) -> None:
-        """Kill the process."""
-        ...
-
-    def wait(self) -> int:
-        """Wait for the exit code."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -150,7 +134,9 @@ def port_conflict(outcome: Outcome) -> bool:
     return outcome.kind == "failed" and "EADDRINUSE" in outcome.detail
 
 
-def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: IO[str]) -> Child:
+def spawn(
+    arguments: Sequence[str], environment: Mapping[str, str], log: IO[str]
+) -> subprocess.Popen[bytes]:
     """Start the current script in a new interpreter that ends with this process."""
     return subprocess.Popen(
         [sys.executable, sys.argv[0], *arguments],
@@ -169,7 +155,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _until_over(child: Child, failed: str, peers: RankStore) -> tuple[int, bool]:
+def _until_over(child: subprocess.Popen[bytes], failed: str, peers: RankStore) -> tuple[int, bool]:
     """Return the child's exit code, and whether it was killed because another failed."""
     deadline: float | None = None
     while (code := child.poll()) is None:

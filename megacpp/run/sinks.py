@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megacpp.config.schema import Config, RunConfig
 from megacpp.errors import ConfigError, config_error
@@ -23,22 +23,6 @@ from megacpp.errors import ConfigError, config_error
 Setting = bool | int | float | str
 # Metrics that TensorBoard shows with hyperparameters.
 GOALS = ("train/loss", "validation/loss", "validation/bits_per_byte")
-
-
-class Sink(Protocol):
-    """Display of the figures of a run; steps count from 0."""
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Add numbers by tag."""
-        ...
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        """Add a text."""
-        ...
-
-    def close(self) -> None:
-        """Flush and close."""
-        ...
 
 
 class TensorBoard:
@@ -145,6 +129,9 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+Sink = TensorBoard | WeightsAndBiases  # steps of both count from 0
 
 
 def open_sinks(

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -36,6 +36,9 @@ from megacpp.state.published import (
 from megacpp.state.rng import rng_state, set_rng_state
 from megacpp.state.soundness import bad_state, unsound
 from megacpp.state.tensors import model_tensors
+
+if TYPE_CHECKING:
+    from megacpp.data.loader import Loader
 
 # Settings that decide which numbers come out; stored with a checkpoint and compared on resume.
 KEPT = ("model", "data", "train", "optim", "precision", "recompute")
@@ -67,19 +70,6 @@ class HasTensors(Protocol):
 
     def load_state_tensors(self, state: Mapping[str, Tensor], /) -> None:
         """Load state with the names and shapes of `state_tensors`."""
-        ...
-
-
-class HasPosition(Protocol):
-    """Data position of a run in global rows: a `Loader`."""
-
-    @property
-    def position(self) -> int:
-        """Global rows read so far."""
-        ...
-
-    def skip_to(self, rows: int) -> None:
-        """Continue at that many global rows."""
         ...
 
 
@@ -129,7 +119,7 @@ class TrainingState:
         optimizers: HasTensors,
         config: Config,
         data_fingerprint: str,
-        loader: HasPosition | None = None,
+        loader: Loader | None = None,
         others: Mapping[str, HasState] | None = None,
     ) -> None:
         self.folder, self.model, self.optimizers = folder, model, optimizers
