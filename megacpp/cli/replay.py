@@ -21,8 +21,8 @@ from megacpp.config.schema import DataConfig
 from megacpp.config.settings import setting
 from megacpp.config.values import flag_text
 from megacpp.errors import MegacppError, config_error
-from megacpp.report.files import flat, read_launch
-from megacpp.state.files import rows_by_step
+from megacpp.report.files import read_launch
+from megacpp.state.files import flat, rows_by_step
 from megacpp.state.published import published, step_of
 
 COMPARED = ("loss", "grad_norm")

@@ -26,7 +26,6 @@ from megacpp.report.files import (
     LAUNCH,
     STEP,
     STEPS,
-    flat,
     read_launch,
     read_object,
     read_rows,
@@ -35,6 +34,7 @@ from megacpp.report.files import (
 from megacpp.run.goodput import FILE, account, read_starts
 from megacpp.run.predicted import TEN, verdict
 from megacpp.speed.against import usual_steps
+from megacpp.state.files import flat
 
 NORM_RATIO, SIGMAS = 10.0, 6.0  # as megacpp/run/health.py warns
 EVENTS = 200  # most skipped steps and warnings that are listed

@@ -140,15 +140,6 @@ def read_rows(path: Path, types: Mapping[str, tuple[type, ...]]) -> list[dict[st
     return found
 
 
-def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return a recorded configuration by dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{above}{name}"
-        found |= flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return found
-
-
 def damaged(path: Path, line: int, what: object) -> DataError:
     """Return the error for a record that can't be read."""
     return DataError(

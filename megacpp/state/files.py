@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,15 @@ def rows_by_step(path: Path) -> dict[int, dict[str, Any]]:
     lines = path.read_bytes().splitlines() if path.is_file() else []
     rows = map(parsed, lines)
     return {row["step"]: row for row in rows if type(row.get("step")) is int}
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return a recorded configuration by dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{above}{name}"
+        found |= flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return found
 
 
 def pending_folder(final: Path) -> Path:

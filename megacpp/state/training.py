@@ -23,6 +23,7 @@ from megacpp.errors import CheckpointError, config_error
 from megacpp.state.agreement import agreed, share
 from megacpp.state.behind import SaveThread, host_copies
 from megacpp.state.checkpoint import damage, load_checkpoint, save_checkpoint
+from megacpp.state.files import flat
 from megacpp.state.mirror import Mirror, open_mirror
 from megacpp.state.published import (
     EXTRA,
@@ -316,7 +317,7 @@ class TrainingState:
         if self.loader is None:  # the step alone doesn't determine the rows read
             tokens = self.config.train.tokens_per_step
             now["train.tokens_per_step"] = (tokens, extra["tokens_per_step"])
-        model, saved = settings_of(self.config.model), _saved_model(extra)
+        model, saved = _settings_of(self.config.model), _saved_model(extra)
         now |= {k: (model.get(k), saved.get(k)) for k in (*model, *saved) if k not in STAGES}
         for key, (mine, theirs) in now.items():
             if mine != theirs:
@@ -356,7 +357,7 @@ class TrainingState:
                 name = f"{section}.{key}"
                 if value != was[key] and name not in CUTS:
                     lines.append(f"{name} changed from {was[key]} to {value} on resume")
-        model, then = settings_of(self.config.model), _saved_model(extra)
+        model, then = _settings_of(self.config.model), _saved_model(extra)
         lines += [
             f"{key} changed from {then[key]} to {model[key]} on resume"
             for key in STAGES
@@ -370,16 +371,6 @@ class TrainingState:
         lines += [f"{n}: {path} has none, it starts anew" for n in self.others if n not in saved]
         lines += [f"{n}: saved in {path}, of no use now" for n in saved if n not in self.others]
         return lines
-
-
-def settings_of(model: ModelConfig | Mapping[str, Any], prefix: str = "model.") -> dict[str, Any]:
-    """Return every setting of a model by its dotted key."""
-    found: dict[str, Any] = {}
-    nested = model if isinstance(model, Mapping) else dataclasses.asdict(model)
-    for name, value in nested.items():
-        inside = isinstance(value, Mapping)
-        found |= settings_of(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
-    return found
 
 
 def _complete(extra: dict[str, Any]) -> dict[str, Any]:
@@ -400,7 +391,11 @@ def _complete(extra: dict[str, Any]) -> dict[str, Any]:
 
 def _saved_model(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a saved model, with today's default for settings that it lacks."""
-    return settings_of(ModelConfig()) | settings_of(extra["config"]["model"])
+    return _settings_of(ModelConfig()) | flat(extra["config"]["model"], "model.")
+
+
+def _settings_of(model: ModelConfig) -> dict[str, Any]:
+    return flat(dataclasses.asdict(model), "model.")
 
 
 def _rows_read(extra: Mapping[str, Any]) -> int:
