@@ -141,7 +141,8 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
         with device:
             batch = _batch(request, world)
         B, T = batch.ids_BT.shape
-        streams = (config.model.mhc.streams,) if _streams_come(request) else ()
+        n, begins = config.model.mhc.streams, request.kinds[0] == ENTRANCE[0]
+        streams = () if n == 1 or begins else (n,)
         x_BTD = torch.empty(
             (B, T // mesh.tp, *streams, config.model.dim),
             dtype=dtype,
@@ -189,10 +190,6 @@ def _upcast_replicated(model: HybridLM) -> None:
     for p in model.parameters():
         if isinstance(p, DTensor) and any(x.is_replicate() for x in p.placements):
             p.grad_dtype = torch.promote_types(p.dtype, torch.float32)
-
-
-def _streams_come(request: BlockRequest) -> bool:
-    return request.config.model.mhc.streams > 1 and request.kinds[0] != ENTRANCE[0]
 
 
 def _parts(

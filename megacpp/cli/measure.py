@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -159,10 +159,6 @@ def _reshard(few: Config, config: Config, world: World, standing: Sequence[Stand
     """Return whether the model frees gathered parameters, which depends on its size."""
     if config.mesh.pp > 1 and config.mesh.pp_schedule in SPLIT_BACKWARD:
         return "never"
-    if config.mesh.reshard != "auto" or not world.parallel:
-        return config.mesh.reshard
-    from parallel.fsdp import RESHARD_ABOVE_BYTES
-
     sizes: Counter[str] = Counter()
 
     def weigh(model: HybridLM) -> None:
@@ -171,7 +167,18 @@ def _reshard(few: Config, config: Config, world: World, standing: Sequence[Stand
             if p not in contract:
                 sizes[part_of(name)] += local_part(p).numel()
 
-    planned_model(few, world, weigh)
+    def cells() -> int:
+        planned_model(few, world, weigh)
+        return sum(sizes[part] for part, _ in standing)
+
+    return reshards(config, world, cells)
+
+
+def reshards(config: Config, world: World, cells: Callable[[], int]) -> Reshard:
+    """Resolve `mesh.reshard=auto` for a model whose units gather `cells` cells."""
+    if config.mesh.reshard != "auto" or not world.parallel:
+        return config.mesh.reshard
+    from parallel.fsdp import RESHARD_ABOVE_BYTES
+
     itemsize = compute_dtype(config.precision, world.device).itemsize
-    above = itemsize * sum(sizes[part] for part, _ in standing) > RESHARD_ABOVE_BYTES
-    return "always" if above else "never"
+    return "always" if cells() * itemsize > RESHARD_ABOVE_BYTES else "never"

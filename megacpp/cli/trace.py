@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,7 +15,7 @@ from checkpointing.tracing.graphs import TracedGraphs
 from checkpointing.tracing.host_ledger import HostLedger
 from checkpointing.tracing.meter import local_part
 from checkpointing.tracing.recorder import Recorder
-from megacpp.cli.measure import short
+from megacpp.cli.measure import reshards, short
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.kernels.backend import set_kernels
@@ -26,7 +25,6 @@ from megacpp.memory.forms.pipeline import buffer_bytes
 from megacpp.memory.stream import Stream, StreamBlock
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.precision import compute_dtype
 from megacpp.model.stages import BOTH_WAYS, as_scheduled, num_stages
 from optim import offload
 from optim.build import build_optimizer
@@ -152,7 +150,7 @@ def _traced_step(config: Config, size: int, rank: int, full: bool) -> Stream:
         model = planned_model(config, world, lambda cut: cells.append(_block_cells(cut)))
         with on_gpu() if _gpu(config) else nullcontext():
             needed = build_optimizer(model, config, world.holders).transient_bytes()
-        reshard, root_cells = _reshards(config, world, cells[0]), _root_cells(model)
+        reshard, root_cells = reshards(config, world, cells.pop), _root_cells(model)
     config = replace(config, model=few.model, mesh=replace(config.mesh, reshard=reshard))
     with fake_world(config, size, rank) as world:
         stream, recorder = _traced(config, world, optimizes=False)
@@ -258,16 +256,6 @@ def prepared(
 
 def _gpu(config: Config) -> bool:
     return config.train.device == "cuda"
-
-
-def _reshards(config: Config, world: World, cells: int) -> Literal["auto", "always", "never"]:
-    """Resolve `mesh.reshard=auto` for a model whose units gather `cells` cells."""
-    if config.mesh.reshard != "auto" or not world.parallel:
-        return config.mesh.reshard
-    from parallel.fsdp import RESHARD_ABOVE_BYTES
-
-    itemsize = compute_dtype(config.precision, world.device).itemsize
-    return "always" if cells * itemsize > RESHARD_ABOVE_BYTES else "never"
 
 
 def gather_once(model: HybridLM) -> None:
