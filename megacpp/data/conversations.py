@@ -134,7 +134,7 @@ class ChatTemplate:
         # Templates that ask whether it is defined have a date of their own, every day the same.
         dated = "strftime_now" in source and not re.search(r"strftime_now\s+is\s+defined", source)
         if dated:
-            environment.globals["strftime_now"] = _today
+            environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
         except self._jinja.TemplateError as error:
@@ -231,10 +231,6 @@ class ChatTemplate:
 
     def _refuse(self, message: str) -> None:
         raise self._jinja.TemplateError(message)
-
-
-def _today(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _broken(spelled: re.Match[str]) -> str:

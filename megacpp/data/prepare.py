@@ -142,8 +142,10 @@ def _build(
     """Write every file of the corpus into `work.corpus`, the index last."""
     folder = work.corpus
     with progress_bars(keep=True) as stage, DocumentStore(work.folder) as store:
-        checked = stage("checking what is there", work.text_bytes) if work.documents else _ignore
-        store.recover(work.documents, checked)
+        if there := work.documents:
+            store.recover(there, stage("checking what is there", work.text_bytes))
+        else:
+            store.recover(0, lambda _: None)
         advance = stage("reading", source.total_bytes)
         counts = read_documents(spec, source, store, work, workers, advance)
         train, held_out = _split(spec, store)
@@ -376,7 +378,3 @@ def _advancing(documents: Iterable[bytes], advance: Advance) -> Iterator[bytes]:
     for document in documents:
         yield document
         advance(len(document))
-
-
-def _ignore(amount: int) -> None:
-    pass

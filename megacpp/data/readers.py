@@ -123,8 +123,7 @@ def _cut(raw: bytes, longest: int) -> int:
 
 
 def _json_lines(path: Path, field: str) -> Iterator[SourceDocument]:
-    readers = {".zst": _zst_lines, ".gz": _gz_lines}
-    lines = readers.get(path.suffix.lower(), _plain_lines)(path)
+    lines = _zst_lines(path) if path.suffix.lower() == ".zst" else _lines(path)
     for number, (raw, read_bytes) in enumerate(lines, start=1):
         raw = raw.removeprefix(BOM_UTF8) if number == 1 else raw  # no part of the first record
         if not raw.strip():
@@ -193,16 +192,10 @@ def _record(record: dict[str, Any], field: str, where: str) -> tuple[str | None,
     return (text if _encodes(text) else None), False
 
 
-def _plain_lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    with path.open("rb") as file:
-        while line := file.readline(LINE_BYTES + 1):
-            _check_length(line, path)
-            yield line, len(line)
-
-
-def _gz_lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield lines of a gzip file; compressed bytes count for the line that needed them."""
-    with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) as file:
+def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Yield lines, of a gzip file too; compressed bytes count for the line that needed them."""
+    packed = path.suffix.lower() == ".gz"
+    with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) if packed else raw as file:
         consumed = 0
         try:
             while line := file.readline(LINE_BYTES + 1):
