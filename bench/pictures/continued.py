@@ -35,13 +35,15 @@ def other_corpus_and_tails() -> Drawing:
     runs = _runs()
     names = ("python", "python, 10% rehearsal", "python, 25% rehearsal")
     kinds = ("s1", "s0", "s3")
+    start = 0, runs["base"][-1][1]  # the weights that these runs begin with
     lines = [
-        (kind, [(step, found[source]) for step, found in _with_start(runs, name)])
+        (kind, [(step, found[source]) for step, found in [start, *runs[name]]])
         for name, kind in zip(names, kinds, strict=True)
         for source in ("headers", "python")
     ]
     stable = [point for name in STABLE for point in _headers(runs[name])]
-    tails = [("s1", [stable_end(runs, name), *_headers(runs[name])]) for name in _tails(runs)]
+    ends = (name for name in runs if name.startswith("tail "))
+    tails = [("s1", [stable_end(runs, name), *_headers(runs[name])]) for name in ends]
     cosines = [("s0", _headers(runs[name])) for name in ("cosine 80", "cosine 160", "base")]
     drawing = Drawing(760, "Held-out loss: another corpus with rehearsal, and tails of WSD")
     drawing.legend(
@@ -89,8 +91,8 @@ def vocabularies() -> list[tuple[str, Points]]:
         ("s1", "base", "as it was 100", "python"),
         ("s0", "grown 0", "grown 100", "grown"),
     ):
-        of_a_nat = bits[name] / _last(runs[name])[1][source]
-        evaluations = [(0, _last(runs[start])[1]), *runs[name]]
+        of_a_nat = bits[name] / runs[name][-1][1][source]
+        evaluations = [(0, runs[start][-1][1]), *runs[name]]
         lines.append((kind, [(step, found[source] * of_a_nat) for step, found in evaluations]))
     return lines
 
@@ -125,8 +127,8 @@ def draw(drawing: Drawing, panels: Sequence[Panel]) -> None:
 
 def stable_end(runs: dict[str, Any], tail: str) -> tuple[float, float]:
     """Return the last point of the stable run that a tail goes on from."""
-    before = max((n for n in STABLE if _last(runs[n])[0] < _last(runs[tail])[0]), key=_steps)
-    step, found = _last(runs[before])
+    ends = [runs[name][-1] for name in STABLE]
+    step, found = max((end for end in ends if end[0] < runs[tail][-1][0]), key=lambda end: end[0])
     return step, found["headers"]
 
 
@@ -138,22 +140,5 @@ def _of_one_seed() -> list[dict[str, Any]]:
     return [run for run in json.loads(RECORD.read_text())["runs"] if run["seed"] == 1]
 
 
-def _with_start(runs: dict[str, Any], name: str) -> list[tuple[float, dict[str, float]]]:
-    """Return the evaluations of a run behind that of the weights it begins with."""
-    return [(0, _last(runs["base"])[1]), *runs[name]]
-
-
 def _headers(evaluations: list[Any]) -> Points:
     return [(step, found["headers"]) for step, found in evaluations]
-
-
-def _tails(runs: dict[str, Any]) -> list[str]:
-    return [name for name in runs if name.startswith("tail ")]
-
-
-def _steps(name: str) -> int:
-    return int(name.split()[1])
-
-
-def _last(evaluations: list[Any]) -> Any:
-    return evaluations[-1]

@@ -75,7 +75,8 @@ def _lead(
 ) -> tuple[Config, dict[str, Any]]:
     """Plan on rank 0, have all ranks try candidates, and return the configuration that works."""
     asked, room = resolved.config, estimator.room
-    folder = _own_folder(Path(resolved.config.run.dir))
+    run = Path(resolved.config.run.dir)  # logs of failed attempts lie beside it, by start
+    folder = run.with_name(f"{run.name}.fit") / time.strftime("%Y%m%d-%H%M%S")
     orders = _Orders(peers, estimator.size, folder)
     try:
         if room.device_bytes is None or room.budget_bytes is None:
@@ -179,8 +180,3 @@ def _refit(resolved: Resolved, config: Config) -> Resolved:
     notes = tuple(f"{key} = {value} (memory.fit=auto)" for key, value in sorted(changed.items()))
     provenance = {**resolved.provenance, **dict.fromkeys(changed, "fitted")}
     return Resolved(config, provenance, (*resolved.notes, *notes))
-
-
-def _own_folder(run: Path) -> Path:
-    """Return a folder beside the run's, one for each start, for the logs of failed attempts."""
-    return run.with_name(f"{run.name}.fit") / time.strftime("%Y%m%d-%H%M%S")

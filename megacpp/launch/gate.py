@@ -108,6 +108,7 @@ class Admission:
         """Return lines for the header of a run."""
         e = self.estimate
         at = f" in {e.moment}" if e.moment else ""
+        may_use = "no budget" if e.budget is None else f"{words(e.budget)} may be used"
         largest = sorted(e.components.items(), key=lambda one: -one[1])[:5]
         off = "; memory.gate=off: it starts whatever the estimate says" * (self.gate == "off")
         number = next((a["attempt"] for a in self.attempts if a["chosen"]), None)
@@ -116,7 +117,7 @@ class Admission:
         return [
             f"{words(e.point)} expected{at} on rank {self.rank}, {words(e.upper)} at most{whole}",
             ", ".join(f"{name} {words(n)}" for name, n in largest if n),
-            f"{_may_use(e.budget)} ({self.room}): {VERDICTS[e.verdict]}{off}",
+            f"{may_use} ({self.room}): {VERDICTS[e.verdict]}{off}",
             self.margin.line(),
             *self._copy_line(),
             *([f"chosen by attempt {number} of memory.fit=auto"] if number else []),
@@ -274,7 +275,3 @@ def comparable_bytes(estimate: MemoryEstimate, device: str) -> int:
     """Return the part of an estimate that can be measured; on a CPU without loaded libraries."""
     loaded = estimate.components.get("runtime_reserved", 0) if device == "cpu" else 0
     return estimate.point - loaded
-
-
-def _may_use(budget: int | None) -> str:
-    return "no budget" if budget is None else f"{words(budget)} may be used"

@@ -112,7 +112,7 @@ def outcome(case: ExpertCase, world: World) -> ExpertOutcome:
     want = backward(whole, x_BTD, docs, cotangent_BTD)
 
     rows, index_t = own_tokens(world)
-    here = docs_of_rows(docs, rows)
+    here = Documents(docs.ids_BT[rows], docs.positions_BT[rows])
     spread = mixer_of(ROUTERS[case.router], case.torch_dtype, BIASES[case.bias])
     spread.router.load_state_dict(whole.router.state_dict())
     spread_over(spread, world, ExpertParallel(case.kind))
@@ -163,11 +163,6 @@ def own_tokens(world: World) -> tuple[slice, Tensor]:
     layout = ContextLayout.for_rank("head_tail", world.coordinate("cp"), world.degree("cp"))
     index_t = layout.index(T).chunk(world.degree("tp"))[world.coordinate("tp")]
     return slice(first, first + share), index_t
-
-
-def docs_of_rows(docs: Documents, rows: slice) -> Documents:
-    """Return the documents of some rows."""
-    return Documents(docs.ids_BT[rows], docs.positions_BT[rows])
 
 
 def backward(

@@ -127,10 +127,11 @@ class Forensics:
 
     def due(self, step: int) -> bool:
         """Return whether step `step` (the first is 0) is recorded; the first never is."""
-        done = step + 1
+        done, first = step + 1, step + 1 - self.gap
         if self.every <= 0 or done < 2:
             return False
-        return done % self.every == 0 or self._second(done)
+        second = self.gap > 0 and first > 0 and first % self.every == 0
+        return done % self.every == 0 or second
 
     def begin(self, step: int, asked: bool = False) -> None:
         """Start recording, before anything of a step is allocated.
@@ -224,9 +225,6 @@ class Forensics:
             bucket = BUCKETS.index(found.largest.bucket)
             grown = [found.largest.grown, cause, bucket, self.first.step, last.step]
         return [own.reserved_bytes, own.allocated_bytes, peak_resident_bytes(), *grown]
-
-    def _second(self, done: int) -> bool:
-        return self.gap > 0 and done > self.gap and (done - self.gap) % self.every == 0
 
     def _snapshot(self, step: int, stream: Stream | None, at: int | None = None) -> Snapshot:
         """Return what is known of a step, at its fullest moment or after an event."""
