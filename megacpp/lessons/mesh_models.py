@@ -6,15 +6,16 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
-from megacpp.blocks.attention.config import SparseAttentionConfig
+from megacpp.blocks.attention.config import AttentionConfig, SparseAttentionConfig
 from megacpp.blocks.engram.config import EngramConfig
 from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
 from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.blocks.ngram.config import NgramConfig
 from megacpp.blocks.top.config import TOPConfig
 from megacpp.config.schema import ModelConfig
-from megacpp.lessons.models import shrunk, small, variants
+from megacpp.lessons.models import SMALL_ENGRAM, layers, shrunk, small, variants
 
 SPARSE = SparseAttentionConfig(top_k=3, num_heads=2, head_dim=6, loss=0.1)
 
@@ -22,102 +23,60 @@ SPARSE = SparseAttentionConfig(top_k=3, num_heads=2, head_dim=6, loss=0.1)
 @functools.cache
 def models() -> Mapping[str, ModelConfig]:
     """Return small models of heads, experts and words that divide by four; losses on."""
-    replace = dataclasses.replace
-    base = small()
+    base, options, replace = small(), variants(), dataclasses.replace
     plain = replace(
         base,
         vocab_size=48,
         attention=replace(base.attention, num_kv_heads=4),
         m2rnn=replace(base.m2rnn, num_heads=4),
     )
-    options, short = variants(), replace(plain, pattern="AEFR", depth=4)
+    gqa, moe, short = plain.attention, plain.moe, layers(plain, "AEFR")
     mamba = replace(plain.mamba3, mimo_rank=2, ngroups=2, out_norm=True, conv_kernel=4)
-    mla = replace(options["mla_low_rank_queries_yarn"].attention, q_lora_rank=8)
+    mla_yarn = replace(options["mla_low_rank_queries_yarn"].attention, q_lora_rank=8)
+    mla, mla_low = replace(gqa, kind="mla", qk_norm=False), replace(mla_yarn, yarn=None)
+    groups = replace(moe, num_experts=8, null_rho=0.5, num_groups=4, top_k_groups=3)
+    biased = replace(options["gqa_bias"].attention, num_kv_heads=gqa.num_kv_heads)
+    delta = replace(plain.gated_deltanet, num_key_heads=4, num_value_heads=8)
+    far = MTPConfig(depths=3, shared=False, hidden="post_norm", order="hidden_embedding")
     found = {
         "plain": plain,
         "tied": replace(plain, tie_embeddings=True),
-        "mla": replace(plain, attention=replace(plain.attention, kind="mla", qk_norm=False)),
+        "mla": replace(plain, attention=mla),
         "options": replace(
             plain,
             logit_softcap=5.0,
-            attention=mla,
+            attention=mla_yarn,
             mamba3=mamba,
             m2rnn=replace(plain.m2rnn, num_q_heads=4, num_k_heads=4),
-            moe=replace(plain.moe, shared_gate=True, score="softmax"),
+            moe=replace(moe, shared_gate=True, score="softmax"),
             mlp=replace(plain.mlp, activation="relu2"),
         ),
-        "bias": replace(
-            options["gqa_bias"],
-            vocab_size=plain.vocab_size,
-            pattern="AAE",
-            depth=3,
-            attention=replace(
-                options["gqa_bias"].attention, num_kv_heads=plain.attention.num_kv_heads
-            ),
+        "bias": layers(options["gqa_bias"], "AAE", vocab_size=48, attention=biased),
+        "norm_over_heads": layers(
+            plain, "AF", attention=replace(gqa, qk_norm=True, qk_norm_wide=True)
         ),
-        "norm_over_heads": replace(
-            plain,
-            pattern="AF",
-            depth=2,
-            attention=replace(plain.attention, qk_norm=True, qk_norm_wide=True),
-        ),
-        "nulls": replace(
-            plain,
-            moe=replace(
-                plain.moe,
-                num_experts=8,
-                null_rho=0.5,
-                num_groups=4,
-                top_k_groups=3,
-                shared_gate=True,
-            ),
-        ),
+        "nulls": replace(plain, moe=replace(groups, shared_gate=True)),
         # counted over the ranks of a microbatch: only meshes leave it alone, accumulation doesn't
-        "balance": replace(plain, moe=replace(plain.moe, balance_loss=1e-2)),
+        "balance": replace(plain, moe=replace(moe, balance_loss=1e-2)),
         # all keys, chosen keys, a choice that is taken over (beside an E block), chosen keys
-        "sparse_mla": replace(
-            plain,
-            depth=5,
-            pattern="AAEAA",
-            attention=replace(
-                mla, yarn=None, sparse=replace(SPARSE, layers="1,2,3", share=2, own="3")
-            ),
-        ),
+        "sparse_mla": sparse(plain, "AAEAA", mla_low, layers="1,2,3", share=2, own="3"),
         # one choice for all, which goes through every stage of a pipeline
-        "sparse_stages": replace(
+        "sparse_stages": sparse(plain, "AAEAAA", mla_low, layers="all", share=6),
+        "sparse_gqa": sparse(plain, "AAE", gqa, layers="all", share=2),
+        "delta": layers(plain, "GAGE", gated_deltanet=delta),
+        "around": layers(
             plain,
-            depth=6,
-            pattern="AAEAAA",
-            attention=replace(mla, yarn=None, sparse=replace(SPARSE, layers="all", share=6)),
-        ),
-        "sparse_gqa": replace(
-            plain,
-            depth=3,
-            pattern="AAE",
-            attention=replace(plain.attention, sparse=replace(SPARSE, layers="all", share=2)),
-        ),
-        "delta": replace(
-            plain,
-            pattern="GAGE",
-            depth=4,
-            gated_deltanet=replace(plain.gated_deltanet, num_key_heads=4, num_value_heads=8),
-        ),
-        "around": replace(
-            plain,
-            pattern="AEFA",
-            depth=4,
+            "AEFA",
             top=TOPConfig(0.3, window=6),
             ngram=NgramConfig(heads=2, table_size=30, dim=4),
         ),
         "ahead": replace(short, mtp=MTPConfig(depths=2, hidden_dim=24)),
         "ahead_tied": replace(
             short,
-            attention=replace(plain.attention, kind="mla", qk_norm=False),
+            attention=mla,
             tie_embeddings=True,
             logit_softcap=5.0,
-            mtp=MTPConfig(
-                depths=3, shared=False, hidden="post_norm", order="hidden_embedding", hidden_dim=24
-            ),
+            mtp=replace(far, hidden_dim=24),
         ),
         "ahead_apart": replace(
             short, mtp=MTPConfig(depths=2, hidden_dim=24, detach_trunk=True, detach_head=True)
@@ -129,17 +88,10 @@ def models() -> Mapping[str, ModelConfig]:
                 streams=3, iterations=5, ordering="deepseek_v4", init="published"
             ),
         ),
-        "engram": replace(
-            small("AEMA"),
-            vocab_size=48,
-            attention=plain.attention,
-            engram=EngramConfig(layers="all", heads=2, table_size=20, dim=8, conv_kernel=2),
-        ),
-    } | {letter: replace(plain, pattern=letter, depth=1) for letter in "AMERF"}
-    found["everything"] = everything(replace(plain, pattern="AEMRAFA", depth=7))
-    found["everything_mla"] = everything(
-        replace(plain, pattern="AEMA", depth=4, attention=replace(mla, yarn=None))
-    )
+        "engram": small("AEMA", vocab_size=48, attention=gqa, engram=SMALL_ENGRAM),
+    } | {letter: layers(plain, letter) for letter in "AMERF"}
+    found["everything"] = everything(layers(plain, "AEMRAFA"))
+    found["everything_mla"] = everything(layers(plain, "AEMA", attention=mla_low))
     # As it ships, layer 8 with the choice of layer 4; streams differ, so that `res` learns.
     full = shrunk("tiny_full")
     found["everything_tiny"] = replace(
@@ -167,6 +119,21 @@ def models() -> Mapping[str, ModelConfig]:
             for name, m in found.items()
         }
     )
+
+
+def sparse(
+    model: ModelConfig, pattern: str, attention: AttentionConfig, **settings: Any
+) -> ModelConfig:
+    """Return a model with a layer for each letter, whose attention chooses its keys.
+
+    Args:
+        model: with all other settings.
+        pattern: letters of the layers.
+        attention: of the A blocks.
+        settings: of the choice, that `SPARSE` lacks.
+    """
+    chosen = dataclasses.replace(SPARSE, **settings)
+    return layers(model, pattern, attention=dataclasses.replace(attention, sparse=chosen))
 
 
 def everything(model: ModelConfig) -> ModelConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from megacpp.blocks.attention.config import AttentionConfig, SparseAttentionConfig, YarnConfig
 from megacpp.blocks.dense.config import MLPConfig
@@ -13,6 +14,7 @@ from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.ngram.config import NgramConfig
 from megacpp.blocks.top.config import TOPConfig
+from megacpp.config.arguments import replace_keys
 from megacpp.config.presets import PRESETS, preset
 from megacpp.config.schema import Config, MeshConfig, ModelConfig
 
@@ -59,65 +61,42 @@ def small(pattern: str = "AMERF", **changes: object) -> ModelConfig:
 
 def variants() -> dict[str, ModelConfig]:
     """Return models with every option that adds, removes or reshapes a parameter or buffer."""
-    base = small()
-    replace = dataclasses.replace
-    mla = replace(base.attention, kind="mla", qk_norm=False)
+    base, replace = small(), dataclasses.replace
+    gqa, moe = base.attention, base.moe
+    mla = replace(gqa, kind="mla", qk_norm=False)
+    yarn = YarnConfig(4, 8.0, beta_fast=4, beta_slow=1, mscale=0.0, ramp="turns")
+    biased = replace(gqa, qk_norm_wide=True, qkv_bias=True, output_gate=True, window=5)
+    biased = replace(biased, full_layers="1", rope_fraction=0.5, max_seq_len=64, yarn=yarn)
+    chosen = replace(mla, q_lora_rank=7, sparse=replace(SPARSE, share=2))
+    narrow = replace(mla, q_lora_rank=7, yarn=YarnConfig(original_seq_len=4), max_seq_len=64)
+    mimo = replace(base.mamba3, mimo_rank=2, ngroups=2, out_norm=True, conv_kernel=4)
+    groups = replace(moe, activation="relu2", shared_gate=True, num_groups=2, num_shared=2)
+    ungated = replace(base.gated_deltanet, gate=False, allow_neg_eigval=True)
+    ngram = NgramConfig(heads=2, table_size=20, dim=3)
     return {
         "plain": base,
         "tied": replace(base, tie_embeddings=True),
         "mla": replace(base, attention=mla),
-        "mla_low_rank_queries_yarn": replace(
-            base,
-            attention=replace(
-                mla, q_lora_rank=7, yarn=YarnConfig(original_seq_len=4), max_seq_len=64
-            ),
-        ),
-        "mla_sparse": replace(
-            base,
-            pattern="AAMERF",
-            depth=6,
-            attention=replace(mla, q_lora_rank=7, sparse=replace(SPARSE, share=2)),
-        ),
-        "gqa_sparse": replace(base, attention=replace(base.attention, sparse=SPARSE)),
-        "gqa_bias": replace(
-            base,
-            pattern="AAMERF",
-            depth=6,
-            post_norm=True,
-            attention=replace(
-                base.attention,
-                qk_norm_wide=True,
-                qkv_bias=True,
-                output_gate=True,
-                window=5,
-                full_layers="1",
-                rope_fraction=0.5,
-                max_seq_len=64,
-                yarn=YarnConfig(4, 8.0, beta_fast=4, beta_slow=1, mscale=0.0, ramp="turns"),
-            ),
-        ),
-        "mamba_mimo_norm_conv": replace(
-            base, mamba3=replace(base.mamba3, mimo_rank=2, ngroups=2, out_norm=True, conv_kernel=4)
-        ),
+        "mla_low_rank_queries_yarn": replace(base, attention=narrow),
+        "mla_sparse": layers(base, "AAMERF", attention=chosen),
+        "gqa_sparse": replace(base, attention=replace(gqa, sparse=SPARSE)),
+        "gqa_bias": layers(base, "AAMERF", post_norm=True, attention=biased),
+        "mamba_mimo_norm_conv": replace(base, mamba3=mimo),
         "m2rnn_heads": replace(base, m2rnn=replace(base.m2rnn, num_heads=4, num_q_heads=2)),
-        "moe_relu2_gate_groups": replace(
-            base,
-            moe=replace(base.moe, activation="relu2", shared_gate=True, num_groups=2, num_shared=2),
-        ),
-        "moe_softmax_no_shared": replace(
-            base, moe=replace(base.moe, score="softmax", num_shared=0)
-        ),
+        "moe_relu2_gate_groups": replace(base, moe=groups),
+        "moe_softmax_no_shared": replace(base, moe=replace(moe, score="softmax", num_shared=0)),
         "engram": small("AEA", engram=SMALL_ENGRAM),
-        "moe_nulls": replace(base, moe=replace(base.moe, null_rho=0.5)),
+        "moe_nulls": replace(base, moe=replace(moe, null_rho=0.5)),
         "gated_deltanet": small("GAGE"),
-        "gated_deltanet_ungated": small(
-            "GE", gated_deltanet=replace(base.gated_deltanet, gate=False, allow_neg_eigval=True)
-        ),
+        "gated_deltanet_ungated": small("GE", gated_deltanet=ungated),
         "mlp_relu2": replace(base, mlp=MLPConfig(hidden_dim=24, activation="relu2")),
-        "top_ngram": replace(
-            base, top=TOPConfig(0.3, window=5), ngram=NgramConfig(heads=2, table_size=20, dim=3)
-        ),
+        "top_ngram": replace(base, top=TOPConfig(0.3, window=5), ngram=ngram),
     }
+
+
+def layers(model: ModelConfig, pattern: str, **changes: Any) -> ModelConfig:
+    """Return a model with a layer for each letter of `pattern`, and with other changes."""
+    return dataclasses.replace(model, pattern=pattern, depth=len(pattern), **changes)
 
 
 def shrunk(name: str) -> ModelConfig:
@@ -147,13 +126,4 @@ def shrunk(name: str) -> ModelConfig:
 def config_of(name: str, mesh: dict[str, object], others: dict[str, object]) -> Config:
     """Return a preset on a mesh, with other settings by their keys."""
     config = dataclasses.replace(preset(name), mesh=MeshConfig(**mesh))  # type: ignore[arg-type]
-    for key, value in others.items():
-        *sections, field = key.split(".")
-        parts = [config]
-        for section in sections:
-            parts.append(getattr(parts[-1], section))
-        changed = dataclasses.replace(parts[-1], **{field: value})
-        for part, section in zip(parts[-2::-1], reversed(sections), strict=True):
-            changed = dataclasses.replace(part, **{section: changed})
-        config = changed
-    return config
+    return replace_keys(config, others)
