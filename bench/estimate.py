@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
+from megacpp.config.arguments import replace_keys
 from megacpp.config.checks.every import check, resolve
 from megacpp.config.presets import preset
 from megacpp.config.schema import KEEP, Config
@@ -73,29 +74,18 @@ class EstimatePoint:
         Raises:
             ConfigError: the trainer would reject it.
         """
-        base = preset(self.preset)
-        policy = POLICIES[self.policy]
-        config = replace(
-            base,
-            data=replace(base.data, seq_len=self.tokens),
-            train=replace(
-                base.train,
-                device_batch_size=self.rows,
-                tokens_per_step=0,
-                grad_accum=2 * self.pp,
-                gradient_sync=self.sync,  # type: ignore[arg-type]
-            ),
-            mesh=replace(
-                base.mesh,
-                tp=self.tp,
-                ep=self.ep,
-                cp=self.cp,
-                pp=self.pp,
-                reshard=self.reshard,  # type: ignore[arg-type]
-            ),
-            optim=replace(base.optim, name=self.optimizer),  # type: ignore[arg-type]
-            recompute=base.recompute if policy is None else policy,
-        )
+        base, policy = preset(self.preset), POLICIES[self.policy]
+        keys = {
+            "data.seq_len": self.tokens,
+            "train.device_batch_size": self.rows,
+            "train.tokens_per_step": 0,
+            "train.grad_accum": 2 * self.pp,
+            "train.gradient_sync": self.sync,
+            "mesh.reshard": self.reshard,
+            "optim.name": self.optimizer,
+        }
+        keys |= {f"mesh.{axis}": getattr(self, axis) for axis in ("tp", "ep", "cp", "pp")}
+        config = replace_keys(replace(base, recompute=policy or base.recompute), keys)
         check(config, self.world)
         return resolve(config, self.world)
 
