@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacpp.config.arguments import flatten, parse_run
+from megacpp.config.arguments import parse_run
 from megacpp.config.environment import MOST_RANKS
 from megacpp.config.mix import corpus_folders
-from megacpp.config.presets import preset
 from megacpp.config.schema import DataConfig
 from megacpp.config.settings import setting
-from megacpp.config.values import flag_text
 from megacpp.errors import MegacppError, config_error
+from megacpp.launch.command import command_words
 from megacpp.report.files import read_launch
 from megacpp.state.files import flat, rows_by_step
 from megacpp.state.published import published, step_of
@@ -84,7 +83,8 @@ def replay(args: ReplayArgs, words: list[str]) -> int:
             shutil.copy(folder / "rewinds.jsonl", again)
         data, place = _corpora(launch, words)
         own = data | {"run.dir": again, "run.until": first + count, "checkpoint.resume": checkpoint}
-        flags = _flags(launch["config"], {**KEPT_APART, **own})
+        saved = flat(launch["config"])
+        flags = command_words(saved["preset"], saved | KEPT_APART | own)
         same = parse_run([*flags, *words], ranks).config
         _run([*flags, *words], ranks, place)
         made, digests = rows_by_step(again / "metrics.jsonl"), recorded(again)
@@ -177,17 +177,6 @@ def _corpora(launch: Mapping[str, Any], words: Sequence[str]) -> tuple[dict[str,
         rule = "no such folder here; it is relative to where the run was started"
         raise config_error("data.path", path, rule, "replay from there, or add --data.path FOLDER")
     return {"data.path": path}, Path()
-
-
-def _flags(config: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Return the command line of a saved configuration with the replay's settings."""
-    base = flatten(preset(config["preset"]))
-    saved = {k: tuple(v) if isinstance(v, list) else v for k, v in flat(config).items()}
-    given = {k: v for k, v in saved.items() if k not in base or base[k] != v} | dict(own)
-    return [
-        config["preset"],
-        *(f"--{key.replace('_', '-')}={flag_text(value)}" for key, value in given.items()),
-    ]
 
 
 def _run(flags: list[str], ranks: int, folder: Path) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from megacpp.config.arguments import Resolved, parse_run
+from megacpp.config.arguments import Resolved, flatten, parse_run
 from megacpp.config.schema import Config
 from megacpp.errors import MegacppError, config_error
+from megacpp.launch.command import command_words
 from megacpp.launch.fit import Ladder, Outcome, climb, difference
 from megacpp.launch.gate import Admission, Estimator
-from megacpp.launch.trial import TrialCommand, arguments_of, port_conflict, run_trial, trial_command
+from megacpp.launch.trial import TrialCommand, port_conflict, run_trial, trial_command
 from megacpp.memory.planner import Candidate, Plan, plan
 from megacpp.run.rank_store import RankStore
 
@@ -101,7 +102,7 @@ def _lead(
     with contextlib.suppress(OSError):
         folder.rmdir()  # nothing failed
         folder.parent.rmdir()
-    orders.say({"go": arguments_of(config)})
+    orders.say({"go": command_words(config.preset, flatten(config))})
     attempts = tuple(
         {**attempt.as_dict(), "chosen": attempt.number == ladder.chosen}
         for attempt in ladder.attempts

@@ -1,10 +1,14 @@
-"""Torchrun commands of a world, on one node or several; imports no torch."""
+"""Command lines of runs, and of torchrun on one node or several; imports no torch."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from megacpp.config.arguments import flatten
+from megacpp.config.presets import preset
+from megacpp.config.values import flag_text
 from megacpp.terminal.screen import columns
 
 ENDPOINT = "$HOST:29500"  # torchrun's usual port, on the node that HOST names
@@ -39,6 +43,25 @@ def node_lines(world: int, per_node: int) -> list[str]:
     fill = f"{world} ranks don't fill nodes of {per_node} (--per-node): {nodes} nodes of {ranks}"
     start = f"on each of {nodes} nodes, with HOST the name of one of them (docs/launch):"
     return [fill, start] if ranks != per_node else [start]
+
+
+def command_words(name: str, settings: Mapping[str, Any]) -> list[str]:
+    """Return the command line of settings by dotted key: a preset, and what differs from it.
+
+    Args:
+        name: of the preset.
+        settings: all of them, as a resolved configuration or a launch record has them.
+    """
+    base = flatten(preset(name)) | {"preset": settings.get("preset")}
+    given = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
+    return [
+        name,
+        *(
+            f"--{key.replace('_', '-')}={flag_text(value)}"
+            for key, value in given.items()
+            if key not in base or base[key] != value
+        ),
+    ]
 
 
 def quoted(words: Sequence[str]) -> str:

@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megacpp.config.arguments import flatten, parse_run, replace_keys
-from megacpp.config.presets import preset
 from megacpp.config.schema import Config
-from megacpp.config.values import flag_text
+from megacpp.launch.command import command_words
 from megacpp.launch.fit import STEPS, Outcome, outcome_of
 from megacpp.run.failure import PEER_LOST
 from megacpp.run.oom import NO_MEMORY
@@ -89,22 +88,9 @@ def trial_command(number: int, config: Config, size: int, folder: Path) -> Trial
         folder: folder of the attempt.
     """
     smoke = replace_keys(config, {**SETTINGS, "run.dir": str(folder)})
-    arguments = arguments_of(smoke)
+    arguments = command_words(config.preset, flatten(smoke))
     assert parse_run(arguments, size).config == smoke, "flags that don't say the configuration"
     return TrialCommand(number, tuple(arguments), str(folder), *_meeting_point())
-
-
-def arguments_of(config: Config) -> list[str]:
-    """Return the command line of a resolved configuration: preset and differences."""
-    base = flatten(preset(config.preset))
-    return [
-        config.preset,
-        *(
-            f"--{key.replace('_', '-')}={flag_text(value)}"
-            for key, value in flatten(config).items()
-            if key != "preset" and (key not in base or base[key] != value)
-        ),
-    ]
 
 
 def run_trial(order: TrialCommand, peers: RankStore) -> Outcome | None:

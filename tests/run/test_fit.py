@@ -16,16 +16,16 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megacpp.config.arguments import Resolved, parse_run, replace_keys
+from megacpp.config.arguments import Resolved, flatten, parse_run, replace_keys
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, MegacppError
 from megacpp.launch.auto_fit import _follow, _lead, _Orders
+from megacpp.launch.command import command_words
 from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, knobs_between, outcome_of
 from megacpp.launch.trial import (
     SETTINGS,
     TrialCommand,
     _until_over,
-    arguments_of,
     out_of_memory,
     run_trial,
     trial_command,
@@ -269,7 +269,7 @@ def test_gradient_norms_against_their_average(
 )
 def test_a_configuration_and_its_command_line(flags: str) -> None:
     config = parse_run(flags.split(), 8).config
-    assert parse_run(arguments_of(config), 8).config == config
+    assert parse_run(command_words(config.preset, flatten(config)), 8).config == config
 
 
 def test_four_steps_of_a_candidate_and_nothing_else(tmp_path: Path) -> None:

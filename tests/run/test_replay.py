@@ -14,6 +14,8 @@ import pytest
 from megacpp.cli import replay as command
 from megacpp.cli.main import main
 from megacpp.cli.weights import held_out_documents
+from megacpp.launch.command import command_words
+from megacpp.state.files import flat
 from tests.launch import forked, watched
 from tests.test_run import SMALL
 
@@ -76,7 +78,9 @@ def test_settings_are_those_of_the_start(run: Path, capsys: pytest.CaptureFixtur
     """Check those of its own record; among them may be one that the preset doesn't have."""
     config = json.loads((run / "launch.json").read_text())["config"]
     config["model"]["attention"]["yarn"] = {"original_seq_len": 16}
-    assert "--model.attention.yarn.original-seq-len=16" in command._flags(config, {})
+    assert "--model.attention.yarn.original-seq-len=16" in command_words(
+        config["preset"], flat(config)
+    )
     changed = json.loads((run / "config.json").read_text())
     changed["config"]["run"]["steps"] = 99  # of a later start
     (run / "config.json").write_text(json.dumps(changed))
