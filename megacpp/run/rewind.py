@@ -19,7 +19,7 @@ from megacpp.run.health import Health, budget_spent, no_labels
 from megacpp.run.metrics import MetricsLog
 from megacpp.state.agreement import share
 from megacpp.state.checkpoint import newest_sound
-from megacpp.state.files import write_text
+from megacpp.state.files import parsed, write_text
 from megacpp.state.published import LATEST, latest_text
 from megacpp.state.soundness import corrupt_state
 from megacpp.state.training import TrainingState
@@ -131,15 +131,11 @@ class Rewinds:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     """Return the recorded rewinds; unreadable lines are left out."""
-    if not path.is_file():
-        return []
-    found = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            one = json.loads(line)
-            numbers = [one["from"], one["to"], one["streak"], *one["rows"]]
-            if len(numbers) == 5 and all(type(n) is int and n >= 0 for n in numbers):
-                found.append(one)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return found
+
+    def whole(one: dict[str, Any]) -> bool:
+        rows = one["rows"] if isinstance(one.get("rows"), list) else []
+        numbers = [one.get("from"), one.get("to"), one.get("streak"), *rows]
+        return len(numbers) == 5 and all(type(n) is int and n >= 0 for n in numbers)
+
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    return [one for one in map(parsed, lines) if whole(one)]
