@@ -120,17 +120,7 @@ def tracked(*patterns: str) -> list[str]:
     return [file for file in found.stdout.split() if not file.startswith("tests/")]
 
 
-def files_of_kind(letter: str) -> list[str]:
-    """Return files outside a kind's own folders that name its settings or its folder."""
-    return _files_that_name(KINDS[letter].build.__module__, KINDS[letter].allocations.model)
-
-
-def files_of_feature(name: str) -> list[str]:
-    """Return files outside a feature's own folders that name its settings or its folder."""
-    return _files_that_name(FEATURES[name].lines.__module__, name)
-
-
-def _files_that_name(module: str, section: str) -> list[str]:
+def files_that_name(module: str, section: str) -> list[str]:
     """Return files outside the folders of a module's room and of a section's kernels."""
     own = module.split(".")[2]
     words = re.compile(rf"\bblocks[./]{own}\b|\bmodel\.{section}\b")
@@ -155,10 +145,11 @@ def main() -> None:
             strict=True,
         ):
             print(f"{f'{name} step: {what}':24}{here:10,}{f'{aim:,}' if aim else '-':>10}")
-    for letter in KINDS:
-        print(f"{f'files that name {letter}':24}{len(files_of_kind(letter)):10,}{FEW_FILES:10,}")
-    for name in FEATURES:
-        print(f"{f'files that name {name}':24}{len(files_of_feature(name)):10,}{FEW_FILES:10,}")
+    named = [(k, kind.build.__module__, kind.allocations.model) for k, kind in KINDS.items()]
+    named += [(name, feature.lines.__module__, name) for name, feature in FEATURES.items()]
+    for name, module, section in named:
+        files = files_that_name(module, section)
+        print(f"{f'files that name {name}':24}{len(files):10,}{FEW_FILES:10,}")
     lines = sum(len((ROOT / file).read_text().splitlines()) for file in tracked("*.py"))
     print(f"{'lines, tests apart':24}{lines:10,}{ALL_LINES:10,}")
 

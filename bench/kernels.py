@@ -81,14 +81,18 @@ def _measure(plain: Run, fast: Run, rounds: int, device: torch.device) -> tuple[
     return statistics.median(taken[0]), statistics.median(taken[1])
 
 
+def _leaves(
+    device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Generator, Callable[..., Tensor]]:
+    """Return a generator, and a function that draws leaves of given sizes from it."""
+    g = torch.Generator().manual_seed(0)
+    return g, lambda *shape: torch.randn(*shape, generator=g).to(device, dtype).requires_grad_()
+
+
 def _mamba3(device: torch.device, rank: int) -> tuple[Run, Run]:
     m, dim = tiny().model.mamba3, tiny().model.dim
     H, N, P = m.expand * dim // m.headdim, m.d_state, m.headdim
-    g = torch.Generator().manual_seed(0)
-
-    def leaf(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g).to(device).requires_grad_()
-
+    g, leaf = _leaves(device)
     dt = (torch.rand(B, H, T, generator=g) * 0.1).to(device).requires_grad_()
     decay = (-torch.rand(B, H, T, generator=g) * 0.1).to(device).requires_grad_()
     inputs = ScanInputs(
@@ -115,11 +119,7 @@ def _mamba3(device: torch.device, rank: int) -> tuple[Run, Run]:
 def _m2rnn(device: torch.device) -> tuple[Run, Run]:
     r, dim = tiny().model.m2rnn, tiny().model.dim
     N, K, V = dim // (r.key_dim + r.value_dim), r.key_dim, r.value_dim
-    g = torch.Generator().manual_seed(0)
-
-    def leaf(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g).to(device).requires_grad_()
-
+    g, leaf = _leaves(device)
     q, k, v, w = leaf(B, T, 1, K), leaf(B, T, 1, K), leaf(B, T, N, V), leaf(N, V, V)
     f = torch.rand(B, T, N, generator=g).to(device).requires_grad_()
     return (
@@ -131,11 +131,7 @@ def _m2rnn(device: torch.device) -> tuple[Run, Run]:
 def _m2rnn_backends(device: torch.device) -> tuple[Run, Run]:
     """Return the chunks by torch and by Triton: q, k and v narrow, f and W wide."""
     N, K, V = 132, 64, 16
-    g = torch.Generator().manual_seed(0)
-
-    def leaf(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g).to(device, torch.bfloat16).requires_grad_()
-
+    g, leaf = _leaves(device, torch.bfloat16)
     q, k, v = leaf(B, T, 1, K), leaf(B, T, 1, K), leaf(B, T, N, V)
     f = torch.rand(B, T, N, generator=g).to(device).requires_grad_()
     w = torch.eye(V).repeat(N, 1, 1).to(device).requires_grad_()

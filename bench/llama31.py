@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -31,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from checkpointing.tracing.meter import local_part
 from checkpointing.tracing.recorder import Recorder
+from megacpp.lessons.muon import fake_group
 from megacpp.memory.stream import Stream, StreamBlock
 from parallel.simulate.fake import fake_tensors
 
@@ -216,10 +216,7 @@ def sharded(shape: Shape, mesh: DeviceMesh) -> Llama:
 def record(ranks: int, steps: int = 2, shape: Shape | None = None) -> Stream:
     """Return all allocations of rank 0 of `ranks`, from the weights on, for `steps` steps."""
     shape = shape or Shape()
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
+    with fake_group(ranks):
         model = sharded(shape, init_device_mesh("cpu", (ranks,)))
         with fake_tensors(memory=True), Recorder(model) as recorder:
             model.to_empty(device="cpu")
@@ -233,8 +230,6 @@ def record(ranks: int, steps: int = 2, shape: Shape | None = None) -> Stream:
                 step(model, shards, optimizer, recorder, shape)
             recorder.name_resting(optimizer)
         return with_workspaces(recorder.stream())
-    finally:
-        dist.destroy_process_group()
 
 
 def with_workspaces(stream: Stream) -> Stream:

@@ -118,9 +118,7 @@ def kept_bytes(s: RowSizes, kind: str, again: set[str]) -> float:
     Raises:
         UnknownRowError: a block that no form is known for.
     """
-    if kind in ("embed", "head"):
-        return 2.0 * s.shared
-    if "all" in again:
+    if kind in ("embed", "head") or "all" in again:
         return 2.0 * s.shared
     if "ops" in again:
         return 2.0 * s.shared + _every_second(s)

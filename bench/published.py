@@ -280,13 +280,12 @@ def pairs(found: Sequence[Compared]) -> list[dict[str, Any]]:
     return rows
 
 
-def points(found: Sequence[Compared]) -> dict[str, list[list[float]]]:
+def points(rows: Sequence[dict[str, Any]]) -> dict[str, list[list[float]]]:
     """Return measured and predicted seconds of each step, by source: docs/published.json."""
     by_source: dict[str, list[list[float]]] = {}
-    for one in found:
-        if one.time:
-            pair = [float(f"{s:.4g}") for s in (float(one.row["step_s"]), one.time.step_s)]
-            by_source.setdefault(source_of(one.row), []).append(pair)
+    for row in rows:
+        pair = [float(f"{s:.4g}") for s in (row["measured_s"], row["predicted"]["step_s"])]
+        by_source.setdefault(source_of(row), []).append(pair)
     return by_source
 
 
@@ -315,9 +314,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         content = report(read(args.rows), read(ROWS))
         if args.points:
-            constants = fit(read(ROWS))
-            found = points([compare(row, constants) for row in read(args.rows)])
-            args.points.write_text(json.dumps(found) + "\n")
+            args.points.write_text(json.dumps(points(content["rows"])) + "\n")
     except ConfigError as error:
         print(f"error: {error}. Fix: write --rows FILE", file=sys.stderr)
         return 2

@@ -43,29 +43,19 @@ def dense_3b(rows: int = 4) -> Config:
 
 def moe_1b() -> Config:
     """3.7B parameters, 0.9B active: softmax top-4 of 32 experts and a shared one, dropless."""
-    return Config(
-        preset="moe_1b",
-        model=ModelConfig(
-            dim=2048,
-            depth=32,
-            pattern="AE",
-            vocab_size=32_768,
-            attention=AttentionConfig(num_heads=16, num_kv_heads=8, head_dim=128),
-            moe=MoEConfig(
-                num_experts=32,
-                top_k=4,
-                hidden_dim=1024,
-                shared_hidden_dim=2048,
-                score="softmax",
-                bias_update_rate=0.0,
-                balance_loss=1e-2,
-                z_loss=1e-3,
-            ),
-        ),
-        data=DataConfig(seq_len=4096),
-        train=TrainConfig(device_batch_size=4, grad_accum=4),
-        recompute=replace(KEEP, eblock="expert_gemm_only"),
+    base = _dense("moe_1b", 2048, 32, 16, 0, rows=4)
+    moe = MoEConfig(
+        num_experts=32,
+        top_k=4,
+        hidden_dim=1024,
+        shared_hidden_dim=2048,
+        score="softmax",
+        bias_update_rate=0.0,
+        balance_loss=1e-2,
+        z_loss=1e-3,
     )
+    model = replace(base.model, pattern="AE", moe=moe, mlp=MLPConfig())
+    return replace(base, model=model, recompute=replace(KEEP, eblock="expert_gemm_only"))
 
 
 def hybrid(depth: int = 52, rows: int = 2) -> Config:

@@ -11,9 +11,10 @@ import torch
 
 from bench.pictures.charts import Axes
 from bench.pictures.svg import Drawing
+from megacpp.cli.measure import coordinates
 from megacpp.config.arguments import parse_run
 from megacpp.config.presets import tiny
-from megacpp.config.schema import Config, MeshConfig
+from megacpp.config.schema import MeshConfig
 from megacpp.kernels.host import Host
 from megacpp.kernels.selection import OPERATIONS, choose
 from megacpp.lessons.models import small
@@ -25,7 +26,6 @@ from megacpp.run.goodput import FILE, Goodput, account, read_starts
 from megacpp.speed.hardware import Rates, gpu
 from megacpp.speed.operators import Product, product_seconds
 from megacpp.speed.ours import step_work
-from parallel.simulate.fake import fake_world
 
 VERSIONS = {"torch": "2.13.0", "triton": "3.7.1", "tilelang": "0.1.8", "einops": "0.8.2",
             "mamba-ssm": "2.3.2.post1"}  # fmt: skip
@@ -160,11 +160,8 @@ def held(state: Any) -> int:
 
 def waits_of_a_hang() -> Drawing:
     """Draw how the wait for one rank spreads over a mesh of eight, collective by collective."""
-    config, size, late, stops = Config(mesh=MeshConfig(dp_shard=4, tp=2)), 8, 5, 2
-    where = []
-    for rank in range(size):
-        with fake_world(config, size, rank) as world:
-            where.append({axis: world.coordinate(axis) for axis in ("dp_shard", "tp")})
+    mesh, size, late, stops = MeshConfig(dp_shard=4, tp=2), 8, 5, 2
+    where = [coordinates(mesh, size, rank) for rank in range(size)]
     axes = ("tp", "dp_shard") * 3
     begun = [0] * size  # collectives that each rank has begun
 

@@ -321,13 +321,11 @@ def error(found: Slices, expected: Slices) -> tuple[float, str]:
 
 def summary(found: list[Trace], expected: Trace) -> dict[str, Any]:
     """Return the largest differences of loss, norm, gradients and parameters."""
+    losses = [pair for t in found for pair in zip(t.losses, expected.losses, strict=True)]
+    norms = [pair for t in found for pair in zip(t.norms, expected.norms, strict=True)]
     return {
-        "loss": largest(
-            abs(a / b - 1) for t in found for a, b in zip(t.losses, expected.losses, strict=True)
-        ),
-        "norm": largest(
-            abs(a / b - 1) for t in found for a, b in zip(t.norms, expected.norms, strict=True)
-        ),
+        "loss": largest(abs(a / b - 1) for a, b in losses),
+        "norm": largest(abs(a / b - 1) for a, b in norms),
         "gradient": max(error(t.gradients, expected.gradients) for t in found),
         "parameter": max(error(t.parameters, expected.parameters) for t in found),
     }
