@@ -101,9 +101,7 @@ class LaunchCounter(TorchDispatchMode):
         super().__init__()
         self.now = Count()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         kind = kind_of(func)

@@ -111,9 +111,7 @@ class OperatorCount(TorchDispatchMode):
         super().__init__()
         self.ran = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and count it."""
         self.ran += not kind_of(func).view
         return func(*args, **(kwargs or {}))

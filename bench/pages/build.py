@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megacpp.cli.measure import coordinates
 from megacpp.cli.speed import work_of
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
@@ -16,7 +17,6 @@ from megacpp.memory.traffic import traffic
 from megacpp.speed.hardware import Rates, gpu
 from megacpp.speed.streams import COMPUTE
 from megacpp.speed.timeline import BEHIND, timeline
-from parallel.simulate.fake import fake_world
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "docs/pages"
@@ -56,8 +56,8 @@ def mesh_explorer() -> list[dict[str, Any]]:
                 stage = rank // (WORLD // config.mesh.pp)  # ranks of a stage hold the same bytes
                 if stage not in held:
                     held[stage] = estimate(as_planned(config), WORLD, rank, detail=False)
-                with fake_world(config, WORLD, rank) as world:
-                    at = {axis: [world.coordinate(axis), world.degree(axis)] for axis in AXES}
+                place = coordinates(config.mesh, WORLD, rank)
+                at = {axis: [place[axis], getattr(config.mesh, axis)] for axis in AXES}
                 sent = traffic(config, WORLD, rank).parts
                 ranks.append(
                     {

@@ -26,7 +26,7 @@ import warnings
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo  # imported by FSDP2 on its first use
@@ -165,15 +165,8 @@ def _script(flags: tuple[str, ...], rank: int, ranks: int, folder: Path) -> NoRe
 def _warn_as_usual() -> None:
     """On stderr, by the interpreter's rules; pytest would keep warnings for its own report."""
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: object = None,
-        line: str | None = None,
-    ) -> None:
-        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+    def show(message: Any, kind: Any, file: str, number: int, *_: object) -> None:
+        sys.stderr.write(warnings.formatwarning(message, kind, file, number))
 
     warnings.resetwarnings()
     for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):

@@ -67,9 +67,7 @@ class MuonCalls(TorchDispatchMode):
         super().__init__()
         self.order, self.sent = "", 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a call, and make it."""
         mark = MARKS.get(func.overloadpacket.__name__, "")
         if mark == ">":
