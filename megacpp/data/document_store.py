@@ -11,7 +11,6 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megacpp.data.unfinished import LeftoverError
@@ -82,12 +81,7 @@ class DocumentStore:
     def __enter__(self) -> DocumentStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.file.close()
         self._hashes.close()
 

@@ -135,10 +135,7 @@ def _columns(steps: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def _groups(steps: list[dict[str, Any]]) -> dict[str, dict[str, list[list[float]]]]:
     """Return figures with several lines: [step from 1, value] by the name of the line."""
-    rates: dict[str, list[list[float]]] = {}
-    load: dict[str, list[list[float]]] = {}
-    sources: dict[str, list[list[float]]] = {}
-    tasks: dict[str, list[list[float]]] = {}
+    rates, load, sources, tasks = (dict[str, list[list[float]]]() for _ in range(4))
     for row in steps:
         at = row["step"] + 1
         for name, rate in (row.get("lr_groups") or {}).items():

@@ -24,8 +24,8 @@ snapshot then has the tensors that outlive a step and the allocator's figures.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -57,18 +57,8 @@ KEPT = 2  # newest snapshots of ranks other than the first, beside the oldest on
 CAUSE_NAMES = (STEADY.name, *(cause.name for cause in CAUSES))
 
 
-class Watch(Protocol):
+class Watch(AbstractContextManager["Watch"], Protocol):
     """Recorder of a step while its context is entered (checkpointing/tracing/watch.py)."""
-
-    def __enter__(self) -> Watch: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None: ...
 
     def stream(self) -> Stream:
         """Return the allocations so far."""

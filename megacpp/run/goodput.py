@@ -31,7 +31,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -248,14 +248,7 @@ class Account:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as JSON."""
-        return {
-            "wall_s": self.wall_s,
-            "goodput": self.goodput,
-            "starts": self.starts,
-            "seconds": dict(self.seconds),
-            "startup_s": self.startup_s,
-            "redone_s": self.redone_s,
-        }
+        return asdict(self) | {"goodput": self.goodput}
 
 
 def read_starts(path: Path) -> list[Start]:
