@@ -14,6 +14,7 @@ from megacpp.cli.weights import find_tokenizer, held_out_documents, load_model, 
 from megacpp.config.environment import ranks_started
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
+from megacpp.state.files import PENDING, write_out
 from megacpp.terminal.progress import counted
 from megacpp.terminal.screen import table
 from megacpp.urls import is_url
@@ -87,14 +88,14 @@ def evaluate(args: EvalArgs) -> int:
     content = json.dumps({**report, "samples": found["samples"]}, default=str, indent=1)
     if args.json:
         print(json.dumps(report))
-        write_figures(out, content)
+        write_out(out, content, "; the figures above are whole")
         return 0
     rows = [["task", "documents", "metric", "value"]]
     for name, metrics in figures.items():
         for metric, value in metrics.items():
             rows.append([name, str(report["documents"].get(name, "")), metric, f"{value:.6g}"])
     print("\n".join(table(rows, 4)))
-    write_figures(out, content)
+    write_out(out, content, "; the figures above are whole")
     print(f"figures and samples: {out}")
     return 0
 
@@ -111,34 +112,13 @@ def prepared_file(args: EvalArgs) -> Path:
         raise config_error("run", args.run, "no such run folder", "give the folder of a run")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        pending_of(out).touch()
-        pending_of(out).unlink(missing_ok=True)  # every process tries
+        probe = out.with_name(out.name + PENDING)
+        probe.touch()
+        probe.unlink(missing_ok=True)  # every process tries
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise config_error("out", out, f"can't be written ({why})", "give another file") from None
     return out
-
-
-def write_figures(out: Path, content: str) -> None:
-    """Write the file of the figures, once they are printed: a full disk takes the samples alone.
-
-    Raises:
-        ConfigError: it can't be written; nothing is left of it.
-    """
-    pending = pending_of(out)
-    try:
-        pending.write_text(content, encoding="utf-8")
-        pending.replace(out)
-    except OSError as error:
-        pending.unlink(missing_ok=True)
-        why = (error.strerror or type(error).__name__).lower()
-        fix = "free disk space, or give another --out; the figures above are whole"
-        raise config_error("out", out, why, fix) from None
-
-
-def pending_of(out: Path) -> Path:
-    """Return the file that is renamed to `out` once it is whole."""
-    return out.with_name(out.name + ".pending")
 
 
 def subject_of(args: EvalArgs) -> Subject:

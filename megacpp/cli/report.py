@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacpp.config.settings import setting
-from megacpp.errors import config_error
 from megacpp.report.compare import comparison, differences
 from megacpp.report.data import gather
 from megacpp.report.files import runs_among
 from megacpp.report.page import page
-from megacpp.state.files import PENDING, write_text
+from megacpp.state.files import write_out
 from megacpp.state.local_copy import local_copy
 from megacpp.terminal.screen import check_writable
 from megacpp.urls import is_url
@@ -54,26 +53,9 @@ def report(args: ReportArgs) -> int:
     near = Path() if is_url(args.run[0]) else folders[0]
     plain = near / "report.html" if alone else Path("compare.html")
     path = out or check_writable("out", plain)
-    _write(path, page(runs[0]) if alone else comparison(runs))
+    write_out(path, page(runs[0]) if alone else comparison(runs))
     for run in runs:
         for line in run["missing"]:
             print(f"not there: {line}" if alone else f"{run['folder']}: {line}", file=sys.stderr)
     print(path)
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a page, atomically where a file is written and not a device or a pipe.
-
-    Raises:
-        ConfigError: the disk is full, or the file can't be written; an older page is unchanged.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-        else:
-            write_text(path, text)
-    except OSError as error:
-        path.with_name(path.name + PENDING).unlink(missing_ok=True)
-        why, fix = (error.strerror or "").lower(), "free disk space, or give another --out"
-        raise config_error("out", path, why, fix) from None

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megacpp.errors import config_error
+
 PENDING, ASIDE = ".tmp", ".old"
 
 
@@ -113,6 +115,29 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync(path.parent)
+
+
+def write_out(path: Path, text: str, left: str = "") -> None:
+    """Write the file that `--out` names; atomically, unless it is a device or a pipe.
+
+    Args:
+        path: file to write.
+        text: its content.
+        left: words about what a failure leaves, behind the fix.
+
+    Raises:
+        ConfigError: the disk is full, or the file can't be written; an older one is unchanged.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_text(path, text)
+    except OSError as error:
+        path.with_name(path.name + PENDING).unlink(missing_ok=True)
+        why = (error.strerror or type(error).__name__).lower()
+        fix = f"free disk space, or give another --out{left}"
+        raise config_error("out", path, why, fix) from None
 
 
 def tensor_bytes(path: Path) -> int:

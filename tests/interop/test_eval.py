@@ -187,7 +187,7 @@ def test_a_full_disk_takes_the_samples_and_not_the_figures(home: Path, capsys: A
     assert line.startswith(f"error: out={out}: file too large. Fix: free disk space, or give "), (
         line
     )
-    assert not out.exists() and not list(out.parent.glob("*.pending"))
+    assert not out.exists() and not list(out.parent.glob("*.tmp"))
 
 
 def test_rows_batches_and_ranks_change_nothing(home: Path, capsys: Any) -> None:
