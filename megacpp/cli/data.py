@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,7 +94,7 @@ def _check_source(args: PrepareArgs, prepared: Prepared) -> None:
 def inspect(args: InspectArgs) -> None:
     """Print rows of a corpus as text with document boundaries and ignored labels."""
     from megacpp.data.corpus import Corpus
-    from megacpp.data.inspect import as_json, row_headline, row_text, view_rows
+    from megacpp.data.inspect import row_headline, row_text, view_rows
 
     try:
         corpus = Corpus(args.path, args.seq_len, args.seed, args.verify)
@@ -105,7 +105,7 @@ def inspect(args: InspectArgs) -> None:
     views = view_rows(corpus, args.split, args.rows)
     if args.json:
         head = {"path": args.path, "fingerprint": corpus.fingerprint, "describe": corpus.describe()}
-        print(json.dumps({**head, "rows": as_json(views)}))
+        print(json.dumps({**head, "rows": [asdict(view) for view in views]}))
         return
     from rich.console import Console
 

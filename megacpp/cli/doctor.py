@@ -137,27 +137,15 @@ def _devices() -> list[Finding]:
             continue
         room = f"{p.total_memory / 2**30:.0f} GiB, {free / 2**30:.0f} GiB free"
         gpus.append(Finding(f"cuda:{i}", True, f"{p.name}, capability {p.major}.{p.minor}, {room}"))
-    return [cpu, *gpus, _runtime(), _nccl()]
-
-
-def _runtime() -> Finding:
-    """Report the driver, and the CUDA version that torch was built with."""
-    import torch
-
-    from megacpp.launch.record import driver_version
+    from megacpp.launch.record import driver_version, nccl_version
 
     driver = driver_version() or "unknown (no nvidia-smi)"
-    return Finding("cuda runtime", True, f"built with CUDA {torch.version.cuda}, driver {driver}")
-
-
-def _nccl() -> Finding:
-    """Report the library for communication between GPUs."""
-    from megacpp.launch.record import nccl_version
-
-    version = nccl_version()
-    if version is None:
-        return Finding("nccl", None, "this torch has none; one GPU only")
-    return Finding("nccl", True, version)
+    built = f"built with CUDA {torch.version.cuda}, driver {driver}"
+    nccl = nccl_version()
+    return [
+        *(cpu, *gpus, Finding("cuda runtime", True, built)),
+        Finding("nccl", True if nccl else None, nccl or "this torch has none; one GPU only"),
+    ]
 
 
 def _optional() -> list[Finding]:

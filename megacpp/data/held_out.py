@@ -17,11 +17,6 @@ MOST = 0.10  # of documents and of bytes, unless a larger fraction is asked for
 PROMPT = 40  # characters of a sample prompt, at most
 
 
-def in_validation(digest: bytes, fraction: float) -> bool:
-    """Return whether a hash alone makes a document held out."""
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
-
-
 def choose_held_out(digests: Sequence[bytes], sizes: Sequence[int], fraction: float) -> set[int]:
     """Return the numbers of the held-out documents; neither they nor the others are ever empty.
 
@@ -31,7 +26,8 @@ def choose_held_out(digests: Sequence[bytes], sizes: Sequence[int], fraction: fl
         fraction: share of documents that are held out.
     """
     order = np.argsort(np.fromiter(digests, "S32", len(digests)), kind="stable")
-    chosen = {i for i, digest in enumerate(digests) if in_validation(digest, fraction)}
+    below = fraction * 2**64  # a hash below makes a document held out, whatever the others are
+    chosen = {i for i, one in enumerate(digests) if int.from_bytes(one[:8], "big") < below}
     total, held = int(np.sum(sizes)), sum(sizes[i] for i in chosen)
     most_documents, most_bytes = max(len(chosen), MOST * len(order)), max(held, MOST * total)
     for i in map(int, order[len(chosen) :]):

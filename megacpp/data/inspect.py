@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megacpp.data.batches import IGNORED
@@ -85,11 +85,6 @@ def row_text(view: RowView, corpus: Corpus) -> Text:
             text.append(IGNORED_MARK, "bold red")
     flush()
     return text
-
-
-def as_json(views: list[RowView]) -> list[dict[str, object]]:
-    """Return the views as plain objects."""
-    return [asdict(view) for view in views]
 
 
 def _view(corpus: Corpus, split: str, number: int) -> RowView:
