@@ -22,6 +22,7 @@ LATENTS = f"--model.pattern AFAF {MLA} --recompute.mla_q_upproj --recompute.mla_
 SHARED = "--model.moe.num_shared 1 --model.moe.shared_hidden_dim 512 --model.mlp.hidden_dim 1024"
 PIPE = "--mesh.pp 2 --train.grad_accum 6"
 EXTRA = "--model.mtp.depths 1"
+APART = f"{EXTRA} --model.mtp.detach_trunk"
 INDEXED = "--model.attention.sparse.layers all --model.attention.sparse.top_k 8"
 CASES = {  # ranks, the rank and flags
     "weights of recomputed feed-forwards": (1, 0, f"--model.pattern EFEF {SHARED} --recompute.mlp"),
@@ -40,6 +41,7 @@ CASES = {  # ranks, the rank and flags
         1,
         f"--model.pattern AFAF {PIPE} {EXTRA} --model.tie_embeddings",
     ),
+    "mtp apart from the trunk": (4, 3, f"--model.pattern AFAF {PIPE} {APART}"),
     "the first stage's embedding, in the last": (
         2,
         0,
@@ -103,6 +105,15 @@ def test_each_part_has_its_fullest_moment(case: str) -> None:
         traced.pop(ENDS[0], 0)  # which reduces, too
     misses = {name: round(found[name] / size - 1, 4) for name, size in traced.items()}
     assert all(-0.001 <= miss <= 0.015 for miss in misses.values()), misses
+
+
+def test_mtp_that_the_trunk_learns_nothing_from_is_reduced_at_the_end() -> None:
+    """Its weights stay gathered, and its gradients narrow, in the backward of the layers."""
+    config = config_of(2, f"--model.pattern AFAF {APART} --model.mtp.hidden_dim 2048")
+    traced = fullest(trace_step(config, 2, full=True), config)
+    found = estimate(config, 2, detail=False).moments
+    for name in ("backward of norm", "backward of layer 3 (F)"):
+        assert found[name] == pytest.approx(traced[name], rel=0.002)
 
 
 @pytest.mark.parametrize("case", REDUCED)

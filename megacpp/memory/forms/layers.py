@@ -75,8 +75,13 @@ def layers_of(
             if kind == "ngram" and sharded:
                 ngram = mine.block
                 waits = ngram.moved * own.compute + ngram.upcast * (own.wide - own.compute)
-            if kind == "mtp" and looks_up:
-                waits = table
+            if kind == "mtp":
+                waits = table if looks_up else mine.block.moved * own.compute * sharded
+            if kind == COPY and not looks_up:
+                mine = replace(mine, block=replace(mine.block, moved=0, last=0))
+            tied = model.tie_embeddings and kind == holder and shared
+            late = tied or kind in ("embed", COPY)
+            late |= sharded and (kind == "ngram" or (kind == "mtp" and not looks_up))
             backward = form.backward
             if kind == "embed" and (ends & read_there) and not own.warms_up:
                 backward += (PeakPoint("sum of gradients", table, table),)
@@ -95,7 +100,8 @@ def layers_of(
                     stream // model.mhc.streams if kind in AFTER_NORM else stream,
                     stream * (model.mhc.streams > 1 and part is not None and part.last),
                     waits,
-                    model.tie_embeddings and kind == holder and shared,
+                    tied,
+                    late,
                     form.away + form.takes,
                     *form.halves,
                 )

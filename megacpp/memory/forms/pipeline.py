@@ -129,11 +129,11 @@ class PipelineState:
         self.sent, self.most = [0] * len(stages), sent_gradients(own)
         self.stream = stream_bytes(own)
         self.late = [
-            [(n, x.units.block) for x in stage if step.finishes_late(x) and x.units.block.whole]
+            [(n, x.units.block) for x in stage if x.late and x.units.block.whole]
             for n, stage in enumerate(stages)
         ]
         for late, other, stage in zip(self.late, reversed(self.late), stages, strict=True):
-            if waiting(stage) and not late:
+            if waiting(stage) and not any(x.late and x.kind != "mtp" for x in stage):
                 late += other[:1]
         parts = stage_parts(own.config.model, own.config.mesh, own.stage)
         received = [at_bottom(own) and place == 0 for place in range(len(parts))]

@@ -42,9 +42,10 @@ class Layer:
         stream: bytes of the residual stream's gradient.
         passes: bytes that the next part is given and doesn't save.
         waits: bytes of a tied head's gradient, until the embedding has its own; of n-gram tables,
-            until the end of the backward.
+            and multi-token prediction that the trunk learns nothing from, until the end.
         tied: an embedding whose unit is the head's too, and whole until the loss; or such a head,
             in a last stage that looks tokens up.
+        late: its gradients are reduced only when the backward has ended: its input has none.
         away: bytes that wait on the host.
         inputs, weights: fullest moments of a backward's two walks, if it is split.
         between: bytes that the first of them leaves for the second, beside what is saved.
@@ -61,6 +62,7 @@ class Layer:
     passes: int = 0
     waits: int = 0
     tied: bool = False
+    late: bool = False
     away: int = 0
     inputs: tuple[PeakPoint, ...] = ()
     weights: tuple[PeakPoint, ...] = ()
@@ -261,7 +263,7 @@ class StepSimulation:
             new = m.added - m.tensors if carried and self.policy.at_once else m.gradients
             self.see(name, m.tensors, new)
         for unit in (units.experts, units.block):
-            if unit.whole and not self.finishes_late(layer):
+            if unit.whole and not layer.late:
                 there = layer.kind != "top" or not self.policy.again
                 self.finish(name, unit, layer.stream, carried, reduces, stays, there, again)
         self.whole += layer.waits
@@ -306,11 +308,6 @@ class StepSimulation:
         if not carried:
             moved = layer.units.experts.moved + layer.units.block.moved
             self.whole += moved * self.policy.compute
-
-    def finishes_late(self, layer: Layer) -> bool:
-        """Return whether gradients are reduced only at the end: the input has no gradient."""
-        looked_up = layer.kind in ("embed", COPY) or layer.tied
-        return looked_up or (layer.kind == "ngram" and self.policy.sharded)
 
     def finish(
         self,
@@ -389,4 +386,4 @@ def flat_ahead(layers: Sequence[Layer]) -> int:
 
 def waiting(layers: Sequence[Layer]) -> int:
     """Return bytes of the embedding's gradients that were made before its own backward."""
-    return sum(layer.waits for layer in layers if layer.kind in ("mtp", "head"))
+    return sum(x.waits for x in layers if x.kind in ("mtp", "head") and not x.late)

@@ -205,8 +205,8 @@ def end_of_backward(
         step.see(name, 0, root.own * store)
         step.shards += 0 if renewed else root.own * store
     before = waiting(layers)
-    for layer in (x for x in layers if step.finishes_late(x) and x.units.block.whole):
-        there = not step.policy.again or layer.tied
+    for layer in (x for x in layers if x.late and x.units.block.whole):
+        there = not step.policy.again or layer.tied or layer.kind == "mtp"
         step.whole -= before if layer.kind == "embed" else layer.waits
         step.finish(name, layer.units.block, 0, carried, reduces, stays, there, renewed)
 
