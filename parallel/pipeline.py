@@ -41,10 +41,12 @@ from megacpp.model.stages import (
     stages_per_rank,
     walks_once,
 )
+from megacpp.speed.pipeline import answered, from_torch
 from parallel.context.layout import ContextLayout, share
 from parallel.dualpipe import ROOM, ScheduleDualPipe, number_of
 from parallel.handoff import ChoiceHandoff
 from parallel.mesh import World
+from parallel.sends import SendingStage
 from parallel.stages import Stage, has_embedding_copy
 
 SCHEDULES = {
@@ -93,7 +95,7 @@ class Pipeline:
             # the bottom of a V: nothing is sent
             if after.part.index == before.part.index + 1 and not after.part.back:
                 after.taken = before.handed
-        self._built: tuple[tuple[int, ...], Any] | None = None
+        self._built: tuple[tuple[int, ...], Any, list[SendingStage]] | None = None
         if self.mesh.pp_schedule in SPLIT_BACKWARD:
             for unit in self.units():
                 unit.set_reshard_after_forward(False)
@@ -121,7 +123,7 @@ class Pipeline:
         """
         shape = (len(microbatches), *microbatches[0].ids_BT.shape)
         if self._built is None or self._built[0] != shape:
-            self._built = shape, self._schedule(*shape)
+            self._built = shape, *self._schedule(*shape)
         half = microbatches_through(self.mesh.pp_schedule, len(microbatches))
         args, target = (), divisors[:half]
         for back in sorted({stage.part.back for stage in self.stages}):
@@ -139,6 +141,8 @@ class Pipeline:
                 unit.set_reshard_after_backward(False)
         with _errors_of_stages():
             self._built[1].step(*args, target=target, return_outputs=False)
+        for sender in self._built[2]:
+            sender.settle()
         for stage in self.stages:
             stage.forget()
         return self._sums()
@@ -172,11 +176,13 @@ class Pipeline:
         """Return this rank's stages of microbatches that go `back`, to the first rank, or not."""
         return [stage for stage in self.stages if stage.part.back == back]
 
-    def _schedule(self, microbatches: int, rows: int, tokens: int) -> Any:
-        """Return the schedule for that many microbatches of `rows` x `tokens` tokens."""
-        pp = self.world.degree("pp")
+    def _schedule(
+        self, microbatches: int, rows: int, tokens: int
+    ) -> tuple[Any, list[SendingStage]]:
+        """Return the schedule for microbatches of `rows` x `tokens` tokens, and its stages."""
+        pp, name = self.world.degree("pp"), self.mesh.pp_schedule
         built = [
-            _Stage(
+            SendingStage(
                 stage,
                 number_of(stage.part.index, pp, stage.part.back),
                 ROOM * pp if self.both_ways else len(self.owners),
@@ -187,11 +193,12 @@ class Pipeline:
                 dw_builder=_nothing_left if self._walks_once(stage) else None,
                 buffer=partial(self.choices.buffer, rows, tokens),
                 greets=not self.dry,
+                batched=name == "1f1b",
             )
             for stage in self.stages
         ]
-        looped = stages_per_rank(self.mesh.pp_schedule) > 1
-        schedule = SCHEDULES[self.mesh.pp_schedule](
+        looped = stages_per_rank(name) > 1
+        schedule: Any = SCHEDULES[name](
             built if looped else built[0],  # type: ignore[arg-type]
             n_microbatches=microbatches,
             loss_fn=_mean_loss,
@@ -199,7 +206,10 @@ class Pipeline:
         )
         if self.dry and hasattr(schedule, "_warmup_p2p"):
             schedule._warmup_p2p = _shapes_are_known
-        return schedule
+        if looped:
+            for stage in built:
+                stage.answered = answered(from_torch(schedule.pipeline_order), stage.stage_index)
+        return schedule, built
 
     def _walks_once(self, stage: Stage) -> bool:
         """Whether a split backward makes the gradients of weights with those of inputs."""
@@ -306,63 +316,6 @@ class Pipeline:
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
         own.add_(other)  # a + b is b + a: the same bits on both
-
-
-class _Stage(PipelineStage):
-    """Torch's stage around one of ours, with tensors beside hidden states (handoff.py).
-
-    Before the first step it greets neighbours, but not itself (torch 2.11; later ones vote): both
-    stages at the bottom of a V are of one rank, and gloo can't send to itself, so the greeting of
-    pytorch#160210 would never end. NCCL can.
-
-    Args:
-        stage: ours.
-        number: in the schedule.
-        buffer: returns memory for a choice that arrives.
-        greets: neighbours exist.
-    """
-
-    submod: Stage
-
-    def __init__(
-        self,
-        stage: Stage,
-        number: int,
-        *args: Any,
-        buffer: Callable[[], Tensor],
-        greets: bool,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(stage, number, *args, **kwargs)
-        self.buffer, self.greets = buffer, greets
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it begins with ids: both ways two stages do."""
-        return self.submod.part.first
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it ends with the loss."""
-        return self.submod.part.last
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        ops = super().get_fwd_recv_ops(fwd_chunk_id)
-        return ops + _beside(ops, self.submod.arriving(self.buffer))
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        ops = super().get_fwd_send_ops(fwd_chunk_id)
-        return ops + _beside(ops, self.submod.leaving())
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        if not self.greets:
-            return []
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
-
-
-def _beside(ops: list[dist.P2POp], tensors: list[Tensor]) -> list[dist.P2POp]:
-    """Return sends or receives of further tensors, to or from the rank of the hidden states."""
-    return [dist.P2POp(ops[0].op, t, ops[0].peer, ops[0].group) for t in tensors]
 
 
 def _tied_weight(stages: Sequence[Stage]) -> nn.Parameter:

@@ -32,8 +32,6 @@ from megacpp.memory.block_trace import DOCUMENT
 from megacpp.memory.components import RESTING
 from megacpp.memory.device import on_gpu, overhead_bytes, runtime_bytes
 from megacpp.memory.forms.detail import detail_of
-from megacpp.memory.forms.local_shapes import LocalShapes
-from megacpp.memory.forms.pipeline import held_bytes
 from megacpp.memory.forms.step import step_bytes
 from megacpp.memory.forms.units import stored_of
 from megacpp.model.count import count_parameters
@@ -147,8 +145,6 @@ def _of_phase(
     if uneven(config) or cut_by_documents(config):
         fullest = step_bytes(config, size, rank, most=True)
         most, one_layer = max(most, fullest.most), max(one_layer, fullest.one_layer)
-    if config.mesh.pp > 1 and not on_gpu(config):
-        most += held_bytes(LocalShapes.on_rank(config, size, rank))
     most += margin(config, most)
     runtime = runtime_bytes(config, size)
     overhead, _ = overhead_bytes(config, found.most, found.beside)

@@ -123,6 +123,26 @@ def from_torch(order: Mapping[int, Sequence[Any]], whole: Collection[int] = ()) 
     return tuple(found)
 
 
+def answered(actions: Actions, stage: int) -> dict[int, list[int]]:
+    """Return, by microbatch, the gradients that have arrived when a stage receives its input.
+
+    They are those that the stage before has used before its forward of that microbatch, and after
+    the forward before.
+
+    Args:
+        actions: of each rank.
+        stage: that sends the gradients and receives the inputs.
+    """
+    found: dict[int, list[int]] = {}
+    used: list[int] = []
+    for action in (one for of_rank in actions for one in of_rank if one.stage == stage - 1):
+        if action.kind == "F" and used:
+            found[action.microbatch], used = used, []
+        elif action.kind in "BI":
+            used.append(action.microbatch)
+    return found
+
+
 def _parts(action: Any) -> Sequence[Any]:
     """Return an action's own actions: an overlapped forward and backward are two."""
     if action is None:

@@ -8,7 +8,7 @@ from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.memory.estimate import estimate
 from megacpp.memory.forms.local_shapes import LocalShapes
-from megacpp.memory.forms.pipeline import buffer_bytes, in_flight
+from megacpp.memory.forms.pipeline import answered_gradients, buffer_bytes, in_flight
 from tests.memory.test_estimate import OVER, UNDER
 
 SHAPE = "tiny --model.dim 32 --model.depth 8 --model.pattern AF --model.tie-embeddings false"
@@ -34,10 +34,19 @@ def test_microbatches_in_flight(schedule: str, expected: list[list[int]]) -> Non
 
 
 def test_what_a_rank_receives() -> None:
-    """From each neighbour all microbatches, and one gradient on its way to the stage before."""
+    """From each neighbour all microbatches."""
     one = 2 * 64 * 32 * 4
-    received = [8, 8 * 2 + 1, 8 * 2 + 1, 8 + 1]
+    received = [8, 8 * 2, 8 * 2, 8]
     assert [buffer_bytes(own) for own in sizes("1f1b")] == [n * one for n in received]
+
+
+def test_gradients_that_an_input_answers() -> None:
+    """Rank 3 of 1f1b sends each gradient before it receives the next input, and holds one."""
+    assert answered_gradients(sizes("1f1b")[3]) == [{}]
+    assert answered_gradients(sizes("looped_bfs")[0]) == [None, {}]
+    # Stage 6 has two forwards to go when 7 has sent its first gradient.
+    *_, last = answered_gradients(sizes("zbv")[0])
+    assert last == dict.fromkeys(range(2, 8), 1)
 
 
 @pytest.mark.parametrize("schedule", ["dualpipev", "zbv"])

@@ -33,8 +33,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run_ranks
@@ -143,6 +145,34 @@ def zero_bubble_recomputes_twice() -> bool:
     stage_backward_weight(block.parameters(), groups)
     assert first.weight.grad is not None
     return len(calls) > 2
+
+
+def sends_live_until_the_end() -> bool:
+    """What a rank has sent is alive behind the last action of its schedule."""
+
+    def alive(rank: int, _world: int) -> int:
+        x, t = torch.ones(2, 2, requires_grad=True), torch.zeros(4, 2)
+        sent: list[StorageWeakRef] = []
+
+        class Watched(PipelineStage):
+            def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+                ops = super().get_fwd_send_ops(fwd_chunk_id)
+                sent.extend(StorageWeakRef(op.tensor.untyped_storage()) for op in ops)
+                return ops
+
+            def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+                found[0] = sum(not storage.expired() for storage in sent)
+
+        found, cpu = [0], torch.device("cpu")
+        stages = [
+            Watched(nn.Linear(2, 2), n, 4, cpu, input_args=x, output_args=x)
+            for n in (rank, rank + 2)
+        ]
+        schedule = ScheduleInterleaved1F1B(stages, 2, lambda y, t: (y - t).sum())  # type: ignore[arg-type]
+        schedule.step(*([t] if rank == 0 else []), target=t)
+        return found[0]
+
+    return min(run_ranks(alive, 2)) > 1
 
 
 def needs_input_grad_is_of_the_forward() -> bool:
@@ -293,6 +323,7 @@ WORKAROUNDS = [
     Workaround("parallel/watched_units.py", NONE, one_shard_reduces_nothing),
     Workaround("optim/clip.py", NONE, strided_shards_are_no_shards),
     Workaround("parallel/pipeline.py", "pytorch#136766", zero_bubble_recomputes_twice),
+    Workaround("parallel/sends.py", "pytorch#194120", sends_live_until_the_end),
     Workaround("megacpp/torch_extras.py", "pytorch#56500", needs_input_grad_is_of_the_forward),
     Workaround("megacpp/model/hybrid.py", "pytorch/torchtitan#2252", leaving_meta_unties),
     Workaround("megacpp/model/hybrid.py", NONE, an_embedding_on_meta_imports_dynamo),
@@ -318,7 +349,7 @@ FOR_OLDER = [
     ("parallel/simulate/fake.py", (2, 13), "pytorch#184945"),
     ("tests/memory/test_activations.py", (2, 13), "pytorch#185539"),
     ("parallel/pipeline.py", (2, 13), "pytorch#166577"),
-    ("parallel/pipeline.py", (2, 12), "pytorch#160210"),
+    ("parallel/sends.py", (2, 12), "pytorch#160210"),
 ]
 # Names without a promise that our code imports or calls, and who does.
 PRIVATE = {

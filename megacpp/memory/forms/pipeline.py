@@ -57,16 +57,16 @@ def pipeline_step(
         step.gathered += root.gathered * step.policy.store
     kinds = [{layer.kind for layer in stage} for stage in stages]
     batch = step.base["batch"] - mask_bytes(own, set().union(*kinds))
-    moved = step.base["communication"] - sum(sent_gradients(own)) * stream_bytes(own)
-    step.rest({**step.base, "batch": batch, "communication": moved})
+    step.rest({**step.base, "batch": batch})
     if at_bottom(own):  # its first stage's results are what its second has received
         (*before, last), second = stages
         stages = [[*before, without_output(last, last.stream)], second]
     state = PipelineState(step, stages, own)
-    # Of equal moments the last one, which has most gradients of inputs.
     moments: dict[tuple[int, str, tuple[StageState, ...]], list[int]] = {}
     for place, kind in rank_actions(own):
-        moments[place, kind, tuple(state.now)] = list(state.sent)
+        state.before(place, kind)
+        moment = place, kind, tuple(state.now)
+        moments[moment] = max(moments.get(moment, []), [*state.sent], key=sum)
         state.after(place, kind)
     end = state.now, state.sent
     for (place, kind, now), sent in moments.items():
@@ -110,6 +110,7 @@ class PipelineState:
     Attributes:
         now: state of each stage.
         sent: number of gradients of its input that each stage still holds.
+        forwards: number of forwards that each stage has run.
         late: units whose gradients each stage adds up when its backward has ended, and the stage
             that holds them: a last stage may use the embedding of the first.
     """
@@ -122,11 +123,12 @@ class PipelineState:
         self.masks = [mask_bytes(own, few, saved=True) for few in kinds]
         self.running = [mask_bytes(own, few) for few in kinds]
         # A graph that would run pieces again still holds the documents of the microbatch before.
-        self.before = 0 if own.config.recompute == KEEP else max(self.running)
+        self.others = 0 if own.config.recompute == KEEP else max(self.running)
         self.base, self.gathered = step.base, step.gathered
         looped = len(stages) > 1  # then torch gathers all before the first forward
         self.now = [StageState(whole=looped or not step.policy.again) for _ in stages]
-        self.sent, self.most = [0] * len(stages), sent_gradients(own)
+        self.sent, self.forwards = [0] * len(stages), [0] * len(stages)
+        self.answered = answered_gradients(own)
         self.stream = stream_bytes(own)
         self.late = [
             [(n, x.units.block) for x in stage if x.late and x.units.block.whole]
@@ -176,6 +178,12 @@ class PipelineState:
         else:
             self._reduce(stage, state)
 
+    def before(self, place: int, kind: str) -> None:
+        """Let go of the gradients that an action's input shows to have arrived."""
+        if kind == "F":
+            self.sent[place] -= (self.answered[place] or {}).get(self.forwards[place], 0)
+            self.forwards[place] += 1
+
     def after(self, place: int, kind: str) -> None:
         """Count an action as done."""
         alive, halves, wide, narrow, *_, lent = astuple(self.now[place])
@@ -195,7 +203,8 @@ class PipelineState:
         self.now[place] = found
         for n, _ in self.late[place] if kind == "B" else ():
             self.now[n] = replace(self.now[n], lent=True)
-        self.sent[place] = min(self.sent[place] + (kind in "BI"), self.most[place])
+        if kind in "BI" and (answered := self.answered[place]) is not None:
+            self.sent[place] = self.sent[place] + 1 if answered else 1
 
     def reduce_root(self, root: Unit) -> None:
         """Simulate the reduction of the parameters that stay in fp32, at the end of the step."""
@@ -230,7 +239,7 @@ class PipelineState:
         waits[place] = max(0, waits[place] - (kind != "F"))  # without the one that runs
         masks = sum(n * size for n, size in zip(waits, self.masks, strict=True))
         moved = self.base["communication"] + sum(self.sent) * self.stream
-        batch = self.base["batch"] + self.running[place] + self.before + masks
+        batch = self.base["batch"] + self.running[place] + self.others + masks
         step.rest({**self.base, "batch": batch, "communication": moved})
         for stage, state in zip(self.stages, self.now, strict=True):
             step.whole += self._gradients(stage, state)
@@ -314,33 +323,25 @@ def buffer_bytes(own: LocalShapes) -> int:
     inputs = gradients = microbatches(own)
     if BUFFERS_ON_RECEIPT and mesh.pp_schedule in ("gpipe", "1f1b"):
         gradients = 1
-    found = sum((not p.first) * inputs + (not p.last) * gradients for p in parts)
-    return (found + sum(sent_gradients(own))) * one
+    return sum((not p.first) * inputs + (not p.last) * gradients for p in parts) * one
 
 
-def sent_gradients(own: LocalShapes) -> list[int]:
-    """Return how many gradients of its input each stage of a rank holds when a step has ended.
+def answered_gradients(own: LocalShapes) -> list[dict[int, int] | None]:
+    """Return, for each stage of a rank, how many sent gradients each forward's input answers.
 
-    Walks for gradients of inputs leave all in torch's buffers; whole backwards the one on its way.
+    None where none are sent. Those without an answer stay until the step has ended, or, where none
+    has one, until the next is sent (parallel/sends.py).
     """
-    actions = rank_actions(own)
-    parts = stage_parts(own.config.model, own.config.mesh, own.stage)
+    from megacpp.cli.schedule import pipeline_actions
+    from megacpp.speed.pipeline import answered
+
+    config, parts = own.config, stage_parts(own.config.model, own.config.mesh, own.stage)
+    looped, actions = len(parts) > 1, pipeline_actions(config)
+    found = [answered(actions, part.index) if looped else {} for part in parts]
     return [
-        0 if part.first or (place and at_bottom(own)) else max(1, actions.count((place, "I")))
-        for place, part in enumerate(parts)
+        None if part.first or (place and at_bottom(own)) else {m: len(few) for m, few in of.items()}
+        for place, (part, of) in enumerate(zip(parts, found, strict=True))
     ]
-
-
-def held_bytes(own: LocalShapes) -> int:
-    """Return bytes that a rank sends in a step, which torch's requests hold until it has ended.
-
-    Those of gloo hold their tensors, and a schedule of several stages a rank waits at its end; of
-    one stage, for all but the last one before.
-    """
-    config, mesh = own.config, own.config.mesh
-    parts = stage_parts(config.model, mesh, own.stage)
-    sends = sum((not part.first) + (not part.last) for part in parts) - 2 * at_bottom(own)
-    return sends * stream_bytes(own) * (microbatches(own) if len(parts) > 1 else 1)
 
 
 def at_bottom(own: LocalShapes) -> bool:
