@@ -13,6 +13,11 @@ from tests.memory.test_estimate import OVER, UNDER
 
 SHAPE = "tiny --model.dim 32 --model.depth 8 --model.pattern AF --model.tie-embeddings false"
 
+SMALL = (
+    "--model.vocab-size 256 --model.mlp.hidden-dim 128 --optim.name adamw --data.seq-len 128"
+    " --train.device-batch-size 8 --train.tokens-per-step 0 --train.grad-accum 8"
+)
+
 
 def sizes(schedule: str, accum: int = 8) -> list[LocalShapes]:
     """Sizes of each rank of four stages, one of each rank: two rows of 64 tokens in fp32."""
@@ -60,3 +65,13 @@ def test_neighbours_on_one_rank_keep_what_they_hand_on(schedule: str) -> None:
     clip = max(now for at, now in enumerate(stream.timeline()) if stream.where(at) == "clip")
     assert (1 - UNDER) * clip <= found.moments["clip"] <= (1 + OVER) * clip
     assert (1 - UNDER) * stream.peak()[1] <= found.tensors
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zb", "zbv"])
+def test_two_walks_count_a_message_once(schedule: str) -> None:
+    """What a stage sends, receives or hands on is no part of its layers' walks, too."""
+    flags = f"tiny --train.device cpu --model.pattern F --model.depth 4 --model.dim 128 {SMALL}"
+    flags += f" --mesh.pp 2 --mesh.pp-schedule {schedule} --recompute.fblock full"
+    config = parse_run([*flags.split(), "--recompute.norms"], 2).config
+    peak, found = trace_step(config, 2, 1).peak()[1], estimate(config, 2, 1)
+    assert peak <= found.tensors <= 1.01 * peak

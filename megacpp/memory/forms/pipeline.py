@@ -18,6 +18,7 @@ from megacpp.memory.forms.batch import mask_bytes
 from megacpp.memory.forms.layers import WALKS_APART, stream_bytes, without_output
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parts import OUTER
+from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.memory.forms.simulation import (
     NEVER_AGAIN,
     Layer,
@@ -60,7 +61,10 @@ def pipeline_step(
     step.rest({**step.base, "batch": batch})
     if at_bottom(own):  # its first stage's results are what its second has received
         (*before, last), second = stages
-        stages = [[*before, without_output(last, last.stream)], second]
+        walks = _more(last.inputs, -last.stream), _more(last.weights, -last.stream)
+        last = replace(without_output(last, last.stream), inputs=walks[0], weights=walks[1])
+        stages = [[*before, last], second]
+    stages = [_without_messages(stage) for stage in stages]
     state = PipelineState(step, stages, own)
     moments: dict[tuple[int, str, tuple[StageState, ...]], list[int]] = {}
     for place, kind in rank_actions(own):
@@ -74,6 +78,25 @@ def pipeline_step(
         state.run(place, kind)
     state.now, state.sent = end
     state.reduce_root(root)
+
+
+def _without_messages(stage: Sequence[Layer]) -> list[Layer]:
+    """Return a stage whose two walks count no gradients of its input and its result.
+
+    They are counted as what the rank sends, receives or hands on.
+    """
+    found = [*stage]
+    if (last := found[-1]).inputs:
+        found[-1] = replace(last, inputs=_more(last.inputs, -last.stream))
+    if (first := found[0]).weights:
+        weights, between = _more(first.weights, -first.stream), first.between - first.stream
+        found[0] = replace(first, weights=weights, between=between)
+    return found
+
+
+def _more(points: Sequence[PeakPoint], size: int) -> tuple[PeakPoint, ...]:
+    """Return moments at which `size` more bytes are alive."""
+    return tuple(point.more(size) for point in points)
 
 
 @dataclass(frozen=True, slots=True)
