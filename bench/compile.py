@@ -166,8 +166,7 @@ def measure(kind: str, tokens: int, code: bool = False) -> dict[str, Any]:
     docs = Documents.rows(B, tokens)
     if packed:
         docs = Documents.from_ids((torch.arange(tokens) * 4 // tokens).expand(B, tokens))
-    width = (D,) if model.mhc.streams == 1 else (model.mhc.streams, D)
-    x_BTD = torch.randn(B, tokens, *width, requires_grad=True)
+    x_BTD = torch.randn(B, tokens, *model.stream_dims, requires_grad=True)
     seconds = []
     for _ in range(2):  # the first makes the graphs
         began = cpu_s()

@@ -231,11 +231,8 @@ class Pipeline:
 
     def _hidden_shape(self, rows: int, tokens: int) -> tuple[int, ...]:
         """Return the shape that one rank sends to the next stage: its tokens between blocks."""
-        streams, t = (
-            self.model.mhc.streams,
-            tokens // (self.layout.degree * self.world.degree("tp")),
-        )
-        return (rows, t, streams, self.model.dim) if streams > 1 else (rows, t, self.model.dim)
+        t = tokens // (self.layout.degree * self.world.degree("tp"))
+        return (rows, t, *self.model.stream_dims)
 
     def _bring(self, batches: Sequence[Batch], stages: Sequence[Stage]) -> Tensor:
         """Give stages this rank's part of the batches; return their ids, stacked."""

@@ -141,10 +141,10 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
         with device:
             batch = _batch(request, world)
         B, T = batch.ids_BT.shape
-        n, begins = config.model.mhc.streams, request.kinds[0] == ENTRANCE[0]
-        streams = () if n == 1 or begins else (n,)
+        before = request.kinds[0] == ENTRANCE[0]  # of the streams
+        dims = (config.model.dim,) if before else config.model.stream_dims
         x_BTD = torch.empty(
-            (B, T // mesh.tp, *streams, config.model.dim),
+            (B, T // mesh.tp, *dims),
             dtype=dtype,
             device=device,
             requires_grad=request.reached,

@@ -149,8 +149,7 @@ def _received(config: Config, world: World) -> Part:
     """Return the activation that a stage receives from the one before, saved by its first norm."""
     dtype = compute_dtype(config.precision, world.device)
     tokens = config.data.seq_len // (config.mesh.cp * config.mesh.tp)
-    rows, n, dim = config.train.device_batch_size, config.model.mhc.streams, config.model.dim
-    shape = (rows, tokens, dim) if n == 1 else (rows, tokens, n, dim)
+    shape = (config.train.device_batch_size, tokens, *config.model.stream_dims)
     name, size = str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize
     return Part("received", 1, (Kept("recv", "", shape, name, 1, size),), 0, 0, 0)
 

@@ -53,6 +53,17 @@ class ModelConfig:
     mhc: HyperConnectionConfig = field(default_factory=HyperConnectionConfig)
 
     @property
+    def stream_dims(self) -> tuple[int, ...]:
+        """Shape of a token between two layers: `(dim,)`, with several streams `(streams, dim)`."""
+        streams = self.mhc.streams
+        return (streams, self.dim) if streams > 1 else (self.dim,)
+
+    @property
+    def stream_width(self) -> int:
+        """Numbers of a token between two layers, in all residual streams."""
+        return self.mhc.streams * self.dim
+
+    @property
     def needs_full_row(self) -> bool:
         """Whether a part of the model reads tokens of a row beside its own."""
         return bool(self.mtp.depths or self.top.loss or self.ngram.heads or self.engram.layers)

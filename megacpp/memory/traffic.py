@@ -362,8 +362,7 @@ def _stages(own: LocalShapes, place: Place, stages: Stages) -> Iterator[Sent]:
     here = set() if both else {part.index for part in parts}
     left = [part for part in parts if part.index - 1 not in here and not part.first]
     right = [part for part in parts if part.index + 1 not in here and not part.last]
-    stream = own.stream * config.model.mhc.streams * config.model.dim * own.compute
-    yield "pp", "activations", micro * 2 * (len(left) + len(right)) * stream
+    yield "pp", "activations", micro * 2 * (len(left) + len(right)) * own.stream_bytes
     of_token = choice_bytes(config.model, own.row)
     moved = sum(p.takes is not None for p in left) + sum(p.hands is not None for p in right)
     yield "pp", "choices", micro * moved * own.stream * of_token

@@ -154,7 +154,7 @@ def step_work(
         stages=stages if mesh.pp > 1 else (),
         schedule=mesh.pp_schedule,
         actions=actions,
-        stage_bytes=own.stream * config.model.dim * config.model.mhc.streams * own.compute,
+        stage_bytes=own.stream_bytes,
         optimizer=found.optimizer,
         optimizer_sent=found.between,
         tokens=tokens,

@@ -283,7 +283,7 @@ def moved_width(name: str, model: ModelConfig) -> int:
     """Return the numbers of a token that an activation layout moves."""
     if name.endswith("engram.tables"):
         return memory_width(model)
-    return model.dim * (model.mhc.streams if name.endswith("engram.conv") else 1)
+    return model.stream_width if name.endswith("engram.conv") else model.dim
 
 
 def _adjoint(move: Redistribute) -> tuple[Array, Array]:

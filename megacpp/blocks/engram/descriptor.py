@@ -19,7 +19,7 @@ def _dims(model: ModelConfig) -> Mapping[str, int]:
         "Y": table_rows(model),
         "N": e.dim // e.heads,
         "M": memory_width(model),
-        "C": model.mhc.streams * model.dim,
+        "C": model.stream_width,
         "J": e.conv_kernel,
     }
 

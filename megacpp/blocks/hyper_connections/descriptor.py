@@ -12,7 +12,7 @@ GATES = 3  # numbers that scale what is read, written and mixed
 
 def _dims(model: ModelConfig) -> Mapping[str, int]:
     n = model.mhc.streams
-    return {"K": n * n + 2 * n, "C": n * model.dim, "G": GATES}
+    return {"K": n * n + 2 * n, "C": model.stream_width, "G": GATES}
 
 
 def _lines(config: Config) -> Iterator[str]:

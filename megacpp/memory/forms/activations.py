@@ -123,10 +123,7 @@ def _together(own: LocalShapes, parts: Counter[Saved]) -> dict[str, int]:
 
 
 def _saved(own: LocalShapes, part: TracedPart) -> dict[str, int]:
-    if part.kind != RECEIVED:
-        return traced_kept(own, part)
-    model = own.config.model
-    return {RECEIVED: own.stream * model.mhc.streams * model.dim * own.compute}
+    return {RECEIVED: own.stream_bytes} if part.kind == RECEIVED else traced_kept(own, part)
 
 
 def _parts(own: LocalShapes) -> list[TracedPart]:

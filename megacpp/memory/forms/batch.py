@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megacpp.memory.forms.layers import masked, stage_layers
+from megacpp.memory.forms.layers import masked
 from megacpp.memory.forms.local_shapes import INDEX, LocalShapes
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.stages import stage_parts
@@ -70,7 +70,7 @@ def _memory_bytes(own: LocalShapes) -> int:
     Masks of the convolution's taps, which end at documents, are made once for all layers.
     """
     kinds, e = layer_kinds(own.config.model), own.config.model.engram
-    count = sum("+engram" in kinds[i] for i in stage_layers(own))
+    count = sum("+engram" in kinds[i] for i in own.layers)
     long = own.here // own.chunks
     if own.cp > 1:  # with earlier tokens
         long += (e.conv_kernel - 1) * e.max_order
@@ -84,7 +84,7 @@ def _choices(own: LocalShapes, kinds: Collection[str]) -> int:
     if own.warms_up or not any(kind.startswith("A.") for kind in kinds):
         return 0
     all_kinds = layer_kinds(config.model)
-    made = sum("A.index" in all_kinds[layer] for layer in stage_layers(own))
+    made = sum("A.index" in all_kinds[layer] for layer in own.layers)
     if config.mesh.pp == 1:
         return made
     return made + sum(p.reads for p in stage_parts(config.model, config.mesh, own.stage))

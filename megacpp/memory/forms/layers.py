@@ -37,7 +37,7 @@ def layers_of(
     config = own.config
     model = config.model
     traced, layers_of_model = outer_parts(model), layer_parts(config)
-    number = iter(stage_layers(own))
+    number = iter(own.layers)
     named: list[list[tuple[str, int, TracedPart | None, bool]]] = []
     splits = stages_that_split(config, own.stage)
     for part, split in zip(stages, splits, strict=True):
@@ -52,7 +52,7 @@ def layers_of(
         named.append(stage)
     asked = {(part, makes): 0 for stage in named for _, _, part, makes in stage if part is not None}
     forms = forms_of(own, tuple(asked))
-    stream = stream_bytes(own)
+    stream = own.stream_bytes
     # Then the embedding gets a gradient, to which a tied head's is added, before its own backward.
     looks_up = model.mtp.depths > 0 and not model.mtp.detach_trunk
     read_there = {"head"} if model.tie_embeddings else {"mtp"} if looks_up else set[str]()
@@ -135,12 +135,6 @@ def _within(stages: list[list[Layer]], room: int) -> list[list[Layer]]:
     return stages
 
 
-def stream_bytes(own: LocalShapes) -> int:
-    """Return bytes of all streams of this rank, between two layers."""
-    model = own.config.model
-    return own.stream * model.mhc.streams * model.dim * own.compute
-
-
 def stages_that_split(config: Config, stage: int) -> list[bool]:
     """Return, for each stage of a rank, whether its backward is two walks over its layers.
 
@@ -164,14 +158,6 @@ def masked(kind: str, warms_up: bool = False) -> bool:
         warms_up: sparse layers attend to all keys, too.
     """
     return kind.partition("+")[0] in ("A", "mtp") or (warms_up and kind[:2] == "A.")
-
-
-def stage_layers(own: LocalShapes) -> list[int]:
-    """Return the numbers of this rank's layers."""
-    config = own.config
-    if config.mesh.pp == 1:
-        return list(range(config.model.depth))
-    return [i for part in stage_parts(config.model, config.mesh, own.stage) for i in part.layers]
 
 
 def root_unit(stages: Sequence[Sequence[Layer]]) -> Unit:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from megacpp.config.checks.fp8 import fp8_letters
 from megacpp.config.schema import Config
 from megacpp.model.pattern import warms_up
+from megacpp.model.stages import stage_parts
 
 INDEX = 8  # bytes of an int64
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -139,6 +140,19 @@ class LocalShapes:
     def stream(self) -> int:
         """Tokens of the residual stream on this rank; sequence parallelism shards them over tp."""
         return self.tokens // self.tp
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of all residual streams of this rank, between two layers."""
+        return self.stream * self.config.model.stream_width * self.compute
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of this rank's layers."""
+        model, mesh = self.config.model, self.config.mesh
+        if mesh.pp == 1:
+            return list(range(model.depth))
+        return [layer for part in stage_parts(model, mesh, self.stage) for layer in part.layers]
 
     @property
     def chunks(self) -> int:

@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass, replace
 
 from megacpp.config.schema import KEEP
 from megacpp.memory.forms.batch import mask_bytes
-from megacpp.memory.forms.layers import WALKS_APART, stream_bytes, without_output
+from megacpp.memory.forms.layers import WALKS_APART, without_output
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parts import OUTER
 from megacpp.memory.forms.peak_point import PeakPoint
@@ -152,7 +152,7 @@ class PipelineState:
         self.now = [StageState(whole=looped or not step.policy.again) for _ in stages]
         self.sent, self.forwards = [0] * len(stages), [0] * len(stages)
         self.answered = answered_gradients(own)
-        self.stream = stream_bytes(own)
+        self.stream = own.stream_bytes
         self.late = [
             [(n, x.units.block) for x in stage if x.late and x.units.block.whole]
             for n, stage in enumerate(stages)
@@ -341,7 +341,7 @@ def buffer_bytes(own: LocalShapes) -> int:
     if own.config.mesh.pp == 1:
         return 0
     config, mesh = own.config, own.config.mesh
-    one = stream_bytes(own)
+    one = own.stream_bytes
     parts = stage_parts(config.model, mesh, own.stage)
     inputs = gradients = microbatches(own)
     if BUFFERS_ON_RECEIPT and mesh.pp_schedule in ("gpipe", "1f1b"):
