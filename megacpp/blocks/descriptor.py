@@ -11,7 +11,7 @@ holds dims, names and layout against the modules.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -199,6 +199,8 @@ class BlockKind:
             empty: no field does.
         last_product: multiply-adds a token of the output projection that a recomputed block skips.
         context: exchange over `cp`; None: tokens don't meet.
+        shared_bytes: (sizes of a rank, kinds of its parts, whether a backward must read them) ->
+            bytes of tensors that its layers share in one microbatch, as masks.
         replayed: (model) -> multiply-adds a token that every backward repeats (`recompute` apart).
         region_multiply_adds: (region, model, row length) -> those of a recomputed region.
         recurrent: a state runs along the row, in a scan that is no module.
@@ -223,6 +225,7 @@ class BlockKind:
     regions: Callable[[CheckpointingPolicy, ModelConfig], set[Region]]
     whole: str = ""
     last_product: Callable[[ModelConfig], float] = lambda model: 0.0
+    shared_bytes: Callable[[LocalShapes, Collection[str], bool], int] = lambda own, kinds, s: 0
     replayed: Callable[[Config], float] = lambda config: 0.0
     region_multiply_adds: Callable[[Region, ModelConfig, int], float] = lambda region, m, t: 0.0
     recurrent: bool = False
@@ -271,6 +274,8 @@ class ModelFeature:
         checks: broken rules of its settings.
         tensor_dims: sizes that `tp` must divide, by the setting that makes them.
         taps: tokens that its convolution sees, the own one with them (0: it has none).
+        shared_bytes: (sizes of a rank, kinds of its parts) -> bytes of tensors that its layers
+            share in one microbatch.
         lines: what the header of a run says of it.
         mixers: letters of mixers that it has with the settings of those in layers.
         exported: setting, reason and fix, where no class of Hugging Face has it; empty: it trains
@@ -289,6 +294,7 @@ class ModelFeature:
     checks: Callable[[Config], Iterator[ConfigError]] = lambda config: iter(())
     tensor_dims: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     taps: Callable[[ModelConfig], int] = lambda model: 0
+    shared_bytes: Callable[[LocalShapes, Collection[str]], int] = lambda own, kinds: 0
     mixers: str = ""
 
     def shapes(

@@ -82,6 +82,16 @@ def warms_up(model: ModelConfig) -> bool:
     return bool(sparse.layers.strip()) and sparse.stage == "dense"
 
 
+def masked(kind: str, warms_up: bool = False) -> bool:
+    """Return whether a part attends to all keys; sparse layers make masks of their own.
+
+    Args:
+        kind: of the layer.
+        warms_up: sparse layers attend to all keys, too.
+    """
+    return kind.partition("+")[0] in ("A", "mtp") or (warms_up and kind[:2] == "A.")
+
+
 def choosing_layer(kinds: Sequence[str], layer: int) -> int:
     """Return the layer whose choice of keys a sparse layer uses: the last indexer up to it."""
     return next(i for i in range(layer, -1, -1) if "A.index" in kinds[i])

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
 from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.primes import primes_from
+
+if TYPE_CHECKING:
+    from megacpp.memory.forms.local_shapes import LocalShapes
 
 ROWS_MULTIPLE = 256  # of all tables of a layer together, so that ranks can cut them
 
@@ -35,3 +41,19 @@ def table_rows(config: ModelConfig) -> int:
 def memory_width(config: ModelConfig) -> int:
     """Numbers that a token looks up, over all orders."""
     return config.engram.dim * (config.engram.max_order - 1)
+
+
+def shared_bytes(own: LocalShapes, kinds: Collection[str]) -> int:
+    """Return bytes of the row ids that tokens look up in n-gram memories, and of masks of taps.
+
+    Masks of the convolution's taps, which end at documents, are made once for all layers.
+    """
+    if not any("+engram" in kind for kind in kinds):
+        return 0
+    e, count = own.config.model.engram, sum("+engram" in kind for kind in own.kinds)
+    long = own.here // own.chunks
+    if own.cp > 1:  # with earlier tokens
+        long += (e.conv_kernel - 1) * e.max_order
+    masks = own.rows * own.chunks * sum(long - j * e.max_order for j in range(e.conv_kernel))
+    ids = count * own.tokens * e.heads * (e.max_order - 1)
+    return 8 * ids + masks

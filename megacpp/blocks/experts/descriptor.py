@@ -5,7 +5,7 @@ Letters: E experts, I hidden units of one, F hidden units of the shared experts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.descriptor import (
@@ -22,6 +22,7 @@ from megacpp.blocks.experts.rows import counts, operators
 if TYPE_CHECKING:
     from megacpp.blocks.experts.module import MixtureOfExperts
     from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
+    from megacpp.memory.forms.local_shapes import LocalShapes
     from megacpp.model.regions import Region
 
 
@@ -111,6 +112,12 @@ def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> fl
     return 0.0
 
 
+def shared_bytes(own: LocalShapes, kinds: Collection[str], saved: bool) -> int:
+    """Return bytes of the number and length of each token's document."""
+    shared = own.tp > 1 or own.cp > 1
+    return own.rows * own.row * (16 + 8 * shared) + own.stream * 48 * shared
+
+
 def lines(config: Config) -> Iterator[str]:
     """Yield what the header of a run says of null experts, groups and a capacity."""
     moe, mesh = config.model.moe, config.mesh
@@ -148,6 +155,7 @@ EXPERTS = BlockKind(
         counts=counts,
         same=operators,
     ),
+    shared_bytes=shared_bytes,
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="eblock",

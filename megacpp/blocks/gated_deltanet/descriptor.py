@@ -162,6 +162,9 @@ GATED_DELTANET = BlockKind(
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
     allocations=AllocationSettings("gated_deltanet", kernel="gated_delta_rule"),
+    shared_bytes=lambda own, kinds, saved: (
+        own.rows * own.row * (own.config.model.gated_deltanet.chunk_size + 1)
+    ),
     regions=regions,
     whole="gblock",
     last_product=last_product,

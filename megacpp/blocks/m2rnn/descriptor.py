@@ -201,6 +201,7 @@ M2RNN_KIND = BlockKind(
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
     allocations=AllocationSettings("m2rnn", kernel="m2rnn", policy=("rblock",)),
+    shared_bytes=lambda own, kinds, saved: own.rows * own.row * 9,
     regions=regions,
     replayed=replayed,
     whole="rblock",

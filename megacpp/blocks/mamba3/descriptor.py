@@ -7,7 +7,7 @@ share, are whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.descriptor import (
@@ -181,6 +181,14 @@ def context_traffic(own: LocalShapes) -> Iterator[tuple[str, int]]:
     yield "heads", 2 * own.rows * own.row * gathered * own.compute
 
 
+def shared_bytes(own: LocalShapes, kinds: Collection[str], saved: bool) -> int:
+    """Return bytes of the plain scan's masks of chunks, and of places of tokens."""
+    mesh, m = own.config.mesh, own.config.model.mamba3
+    tokens = own.row if mesh.cp > 1 and mesh.cp_mamba3 == "heads" else own.here
+    chunk = m.chunk_size if own.by("mamba3") == "torch" else 0
+    return own.rows * tokens * (chunk * own.wide + 6)
+
+
 MAMBA3 = BlockKind(
     letter="M",
     name="Mamba-3",
@@ -196,6 +204,7 @@ MAMBA3 = BlockKind(
         kernel="mamba3",
         document=lambda config: config.model.mamba3.chunk_size if by_library(config) else 0,
     ),
+    shared_bytes=shared_bytes,
     regions=regions,
     recurrent=True,
     context=ContextExchange(

@@ -13,6 +13,7 @@ from megacpp.memory.forms.simulation import AFTER_NORM, Layer
 from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts
 from megacpp.memory.forms.units import TORCH, PartUnits, Unit
 from megacpp.memory.forms.weights import COPY
+from megacpp.model.pattern import masked
 from megacpp.model.stages import SPLIT_BACKWARD, stage_parts, walks_once
 
 WALKS_APART = (2, 13)  # torch from which on a backward is split: parallel/pipeline.py
@@ -148,16 +149,6 @@ def stages_that_split(config: Config, stage: int) -> list[bool]:
     split = mesh.pp_schedule in SPLIT_BACKWARD and TORCH >= WALKS_APART
     parts = stage_parts(model, mesh, stage)
     return [split and not part.first and not walks_once(model, mesh, part) for part in parts]
-
-
-def masked(kind: str, warms_up: bool = False) -> bool:
-    """Return whether a part attends to all keys; sparse layers make masks of their own.
-
-    Args:
-        kind: of the layer.
-        warms_up: sparse layers attend to all keys, too.
-    """
-    return kind.partition("+")[0] in ("A", "mtp") or (warms_up and kind[:2] == "A.")
 
 
 def root_unit(stages: Sequence[Sequence[Layer]]) -> Unit:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 from megacpp.config.checks.fp8 import fp8_letters
 from megacpp.config.schema import Config
-from megacpp.model.pattern import warms_up
+from megacpp.model.pattern import layer_kinds, warms_up
 from megacpp.model.stages import stage_parts
 
-INDEX = 8  # bytes of an int64
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -153,6 +152,12 @@ class LocalShapes:
         if mesh.pp == 1:
             return list(range(model.depth))
         return [layer for part in stage_parts(model, mesh, self.stage) for layer in part.layers]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of this rank's layers (`layer_kinds`)."""
+        kinds = layer_kinds(self.config.model)
+        return [kinds[layer] for layer in self.layers]
 
     @property
     def chunks(self) -> int:

@@ -1,0 +1,50 @@
+"""Bytes that the attention of a rank's layers shares in one microbatch; no torch import here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megacpp.memory.forms.local_shapes import LocalShapes
+
+
+def shared_bytes(own: LocalShapes, kinds: Collection[str], saved: bool) -> int:
+    """Return bytes of masks, of angles, and of chosen keys.
+
+    Args:
+        own: sizes of the rank.
+        kinds: of the parts that this rank has.
+        saved: only tensors that a backward reads.
+    """
+    from megacpp.model.pattern import masked  # which imports the descriptors
+
+    a, mesh = own.config.model.attention, own.config.mesh
+    rows, row, here = own.rows, own.row, own.here
+    found = rows * here * min(a.sparse.top_k, row) * 4 * _choices(own, kinds)
+    queries = row if mesh.cp > 1 and mesh.cp_attention == "heads" else here
+    masks = len({"+full" in kind for kind in kinds if masked(kind, own.warms_up)})
+    if own.attends_by == "flex":
+        places = queries + (row if queries < row else 0)  # and documents
+        blocks = -(-queries // 128) * -(-row // 128)
+        found += masks * rows * (places * 8 + 4 * 4 * blocks)
+    elif own.masked and not (mesh.cp > 1 and mesh.cp_attention == "ring"):
+        each = (not saved) + (own.compute if a.softcap is None else saved)
+        found += masks * rows * queries * row * each
+    rotated = a.qk_rope_head_dim if a.kind == "mla" else a.head_dim
+    tables = masks if a.full_layers and a.yarn is not None else 1
+    index = a.sparse.head_dim if any("A.index" in kind for kind in kinds) else rotated
+    angles = tables * rotated + index * (index != rotated and a.kind != "mla")
+    return found + angles * rows * here * own.wide
+
+
+def _choices(own: LocalShapes, kinds: Collection[str]) -> int:
+    """Return the number of key choices kept with the documents: of layers here, and received."""
+    from megacpp.model.stages import stage_parts  # which imports the descriptors
+
+    if own.warms_up or not any(kind.startswith("A.") for kind in kinds):
+        return 0
+    made, mesh = sum("A.index" in kind for kind in own.kinds), own.config.mesh
+    if mesh.pp == 1:
+        return made
+    return made + sum(part.reads for part in stage_parts(own.config.model, mesh, own.stage))
