@@ -11,7 +11,7 @@ holds dims, names and layout against the modules.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +25,18 @@ if TYPE_CHECKING:
 
 Group = Literal["muon", "adamw", "vector"]
 Rate = Literal["lr", "embed_lr", "head_lr", "vector_lr"]
+
+
+# (sizes of a rank, its parts, each with whether it is recomputed whole) -> mesh axis, name and
+# bytes of what travels in one microbatch.
+Sends = Callable[["LocalShapes", Sequence[tuple[str, bool]]], Iterator[tuple[str, str, int]]]
+
+
+def nothing_sent(
+    own: LocalShapes, parts: Sequence[tuple[str, bool]]
+) -> Iterator[tuple[str, str, int]]:
+    """Yield nothing: layouts and exchanges describe all that travels."""
+    return iter(())
 
 
 def always(model: ModelConfig) -> bool:
@@ -201,6 +213,7 @@ class BlockKind:
         context: exchange over `cp`; None: tokens don't meet.
         shared_bytes: (sizes of a rank, kinds of its parts, whether a backward must read them) ->
             bytes of tensors that its layers share in one microbatch, as masks.
+        sends: what a rank sends of its layers beside the layouts and the exchange over `cp`.
         replayed: (model) -> multiply-adds a token that every backward repeats (`recompute` apart).
         region_multiply_adds: (region, model, row length) -> those of a recomputed region.
         recurrent: a state runs along the row, in a scan that is no module.
@@ -226,6 +239,7 @@ class BlockKind:
     whole: str = ""
     last_product: Callable[[ModelConfig], float] = lambda model: 0.0
     shared_bytes: Callable[[LocalShapes, Collection[str], bool], int] = lambda own, kinds, s: 0
+    sends: Sends = nothing_sent
     replayed: Callable[[Config], float] = lambda config: 0.0
     region_multiply_adds: Callable[[Region, ModelConfig, int], float] = lambda region, m, t: 0.0
     recurrent: bool = False
@@ -276,6 +290,7 @@ class ModelFeature:
         taps: tokens that its convolution sees, the own one with them (0: it has none).
         shared_bytes: (sizes of a rank, kinds of its parts) -> bytes of tensors that its layers
             share in one microbatch.
+        sends: what a rank sends of it.
         lines: what the header of a run says of it.
         mixers: letters of mixers that it has with the settings of those in layers.
         exported: setting, reason and fix, where no class of Hugging Face has it; empty: it trains
@@ -295,6 +310,7 @@ class ModelFeature:
     tensor_dims: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     taps: Callable[[ModelConfig], int] = lambda model: 0
     shared_bytes: Callable[[LocalShapes, Collection[str]], int] = lambda own, kinds: 0
+    sends: Sends = nothing_sent
     mixers: str = ""
 
     def shapes(

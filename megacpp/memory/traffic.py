@@ -14,12 +14,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megacpp.blocks.engram.sizes import memory_width
-from megacpp.blocks.experts.choices import columns
-from megacpp.blocks.experts.rows import expert_rows
+from megacpp.blocks.features import FEATURES
 from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.blocks.kinds import KINDS
-from megacpp.blocks.ngram.sizes import ngram_width
 from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config
 from megacpp.memory.forms.accumulation import travelling
@@ -27,6 +24,7 @@ from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import Held, Place, held, kinds_of, mover
 from megacpp.memory.forms.weights import COPY, Weight, weights
 from megacpp.model.regions import BLOCK, NOTHING, Region, regions_of
+from megacpp.model.sizes import copied_parameters
 from megacpp.model.stages import (
     BOTH_WAYS,
     SPLIT_BACKWARD,
@@ -88,7 +86,7 @@ def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
             _data_axes(own, place, stages, gathered),
             _tensor_axis(own, place, kinds, recomputed),
             _scales(own, kinds, again, in_fp8),
-            _expert_axis(own, kinds, again),
+            _own_exchanges(own, kinds, again),
             _context_axis(own, kinds, again),
             _stages(own, place, stages),
             _optimizer(own, place, kinds),
@@ -114,7 +112,7 @@ def carried(config: Config, size: int) -> Counter[tuple[str, str]]:
     for found in (
         _tensor_axis(own, place, kinds, recomputed),
         _scales(own, kinds, again, _in_fp8(config, size, 0)),
-        _expert_axis(own, kinds, again),
+        _own_exchanges(own, kinds, again),
         _context_axis(own, kinds, again),
     ):
         for axis, what, count in found:
@@ -237,27 +235,14 @@ def _tensor_axis(
     partial = 0
     for kind, regions in zip(kinds, recomputed, strict=True):
         again = regions >= BLOCK
-        ends = {"embed": 1, "top": 1, "head": 1 + model.mtp.depths}.get(kind, 0)
-        yield "tp", "activations", micro * 2 * ends * stream
-        if kind == "mtp":  # the embedding's, and the borders of an A and an F block
-            depths, learns = model.mtp.depths, not model.mtp.detach_trunk
-            borders = depths * (9 + learns) + 4 * (depths - 1) * config.recompute.mtp
-            yield "tp", "activations", micro * borders * stream
-        elif kind == "ngram":
-            yield "tp", "activations", micro * 2 * stream // model.dim * ngram_width(model.ngram)
+        if kind in ("embed", "top", "head"):
+            yield "tp", "activations", micro * 2 * stream
         elif kind[0] in KINDS and KINDS[kind[0]].tensor_dims(model):
             anew = "gather" in regions and config.train.compile == "off"
             more = 1 + returned if again else anew
             yield "tp", "activations", micro * (4 + more) * stream
-        if "A.index" in kind:  # what attention looks at, summed over heads
-            slots = min(model.attention.sparse.top_k, own.row)
-            yield "tp", "indexer", micro * (1 + again) * own.tokens * slots * own.wide
-        if "+engram" in kind:
-            yield "tp", "memories", micro * engram_moves(own, again)
         if kind in ("top", "head"):
-            yield "tp", "loss", micro * ends * own.tokens * own.tp * 3 * own.wide
-        if kind[0] == "R":
-            yield "tp", "activations", micro * (2 + again) * own.tokens * own.wide
+            yield "tp", "loss", micro * own.tokens * own.tp * 3 * own.wide
         for weight in weights(model, kind, config.recompute.compress):
             if weight.tp is None and not weight.experts and not weight.folded:
                 partial += held(weight, place).own
@@ -290,26 +275,15 @@ def _scales(
                 yield "tp", "scales", micro * (forward + backward) * own.compute
 
 
-def _expert_axis(
+def _own_exchanges(
     own: LocalShapes, kinds: Sequence[str], run_again: Sequence[bool]
 ) -> Iterator[Sent]:
-    """Yield rows to the experts and back, in both directions, and choices for a document's load."""
-    config, moe = own.config, own.config.model.moe
-    layers, micro = sum(kind[0] == "E" for kind in kinds), config.train.grad_accum
-    again = sum(x for kind, x in zip(kinds, run_again, strict=True) if kind[0] == "E")
-    walks = micro * (2 * layers + again)  # forwards and backwards
-    if config.mesh.ep > 1 and layers:
-        trip = expert_rows(own)
-        rows = max(trip.leaving, trip.arriving)
-        yield "ep", "rows", walks * 2 * rows * config.model.dim * own.compute
-        dispatch, exact = config.mesh.ep_dispatch, moe.capacity_factor is None
-        if dispatch == "padded" or (exact and dispatch == "per_rank"):
-            here = moe.num_experts if dispatch == "padded" else moe.num_experts // config.mesh.ep
-            labels = 2 * min(columns(moe), here)
-            yield "ep", "labels", walks * rows * labels * own.wide
-    if moe.sequence_loss and layers and own.tp * own.cp > 1:
-        choices = own.stream * moe.top_k * own.tp * own.cp
-        yield "row", "choices", micro * (layers + again) * choices * 2 + micro * own.row * 8
+    """Yield what kinds and features send themselves, as rows to the experts and back."""
+    layers = list(zip(kinds, run_again, strict=True))
+    for one in (*KINDS.values(), *FEATURES.values()):
+        for axis, what, count in one.sends(own, layers):
+            if count:
+                yield axis, what, own.config.train.grad_accum * count
 
 
 def _context_axis(
@@ -319,32 +293,10 @@ def _context_axis(
     if own.cp == 1:
         return
     micro = own.config.train.grad_accum
-    mtp, policy = own.config.model.mtp, own.config.recompute
-    layers = list(zip(kinds, run_again, strict=True))
-    if "mtp" in kinds:
-        layers += [("A", policy.mtp)] * (mtp.depths - 1) + [("A", False)]
-    for kind, again in layers:
-        walks = 3 if again else 2  # forward and backward alike
+    for kind, again in zip(kinds, run_again, strict=True):
         exchange = KINDS[kind[0]].context if kind[0] in KINDS else None
         for what, count in exchange.traffic(own) if exchange else ():
-            yield "cp", what, micro * count * walks // 2
-        if "A.index" in kind:
-            keys = own.rows * own.row * own.config.model.attention.sparse.head_dim
-            yield "cp", "indexer", micro * keys * own.compute * walks
-        if "+engram" in kind:
-            e, channels = own.config.model.engram, own.config.model.dim // own.tp
-            halo = own.halo_bytes(
-                channels * own.config.model.mhc.streams, e.conv_kernel, e.max_order
-            )
-            yield "cp", "ends of chunks", micro * halo * walks // 2
-
-
-def engram_moves(own: LocalShapes, again: bool) -> int:
-    """Return bytes of table rows summed over tp, and of tokens exchanged for channels and back."""
-    model, walks = own.config.model, 3 if again else 2
-    rows = own.tokens * memory_width(model)
-    turned = 2 * own.stream * model.dim * model.mhc.streams
-    return walks * (rows + turned) * own.compute
+            yield "cp", what, micro * count * (2 + again) // 2  # forward and backward alike
 
 
 def _stages(own: LocalShapes, place: Place, stages: Stages) -> Iterator[Sent]:
@@ -369,7 +321,7 @@ def _stages(own: LocalShapes, place: Place, stages: Stages) -> Iterator[Sent]:
     if own.tp > 1:
         yield "tp", "choices", micro * sum(p.reads for p in parts) * own.tokens * of_token
     ends = sum(part in stage for stage in stages for part in ("embed", "head"))
-    if ends == 1 and (config.model.tie_embeddings or config.model.mtp.depths):
+    if ends == 1 and (config.model.tie_embeddings or copied_parameters(config.model)):
         (weight,) = weights(config.model, "embed")  # two copies, whose gradients are summed
         yield "pp", "gradients", 2 * held(weight, place).own * own.wide
     if both:

@@ -1,8 +1,8 @@
-"""Bytes that the attention of a rank's layers shares in one microbatch; no torch import here."""
+"""Bytes that a rank's attention layers share, and send, in one microbatch; no torch import here."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,3 +48,13 @@ def _choices(own: LocalShapes, kinds: Collection[str]) -> int:
     if mesh.pp == 1:
         return made
     return made + sum(part.reads for part in stage_parts(own.config.model, mesh, own.stage))
+
+
+def sends(own: LocalShapes, parts: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, str, int]]:
+    """Yield what indexers send: what attention looks at, summed over heads, and their keys."""
+    sparse = own.config.model.attention.sparse
+    looked_at = own.tokens * min(sparse.top_k, own.row) * own.wide
+    keys = own.rows * own.row * sparse.head_dim * own.compute
+    for again in (again for kind, again in parts if "A.index" in kind):
+        yield "tp", "indexer", (1 + again) * looked_at * (own.tp > 1)
+        yield "cp", "indexer", (2 + again) * keys * (own.cp > 1)

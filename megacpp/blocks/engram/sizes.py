@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megacpp.config.schema import ModelConfig
@@ -57,3 +57,18 @@ def shared_bytes(own: LocalShapes, kinds: Collection[str]) -> int:
     masks = own.rows * own.chunks * sum(long - j * e.max_order for j in range(e.conv_kernel))
     ids = count * own.tokens * e.heads * (e.max_order - 1)
     return 8 * ids + masks
+
+
+def sends(own: LocalShapes, parts: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, str, int]]:
+    """Yield table rows summed over `tp`, tokens exchanged for channels, and ends of chunks.
+
+    Args:
+        own: sizes of the rank.
+        parts: of the rank, each with whether it is recomputed whole.
+    """
+    model, e = own.config.model, own.config.model.engram
+    walks = sum(2 + again for kind, again in parts if "+engram" in kind)
+    moved = own.tokens * memory_width(model) + 2 * own.stream * model.stream_width
+    yield "tp", "memories", walks * moved * own.compute * (own.tp > 1)
+    halo = own.halo_bytes(model.stream_width // own.tp, e.conv_kernel, e.max_order)
+    yield "cp", "ends of chunks", walks * halo // 2 * (own.cp > 1)

@@ -17,7 +17,7 @@ from megacpp.blocks.descriptor import (
 )
 from megacpp.blocks.experts.checks import checks
 from megacpp.blocks.experts.choices import columns, null_copies
-from megacpp.blocks.experts.rows import counts, operators
+from megacpp.blocks.experts.rows import counts, operators, sends
 
 if TYPE_CHECKING:
     from megacpp.blocks.experts.module import MixtureOfExperts
@@ -156,6 +156,7 @@ EXPERTS = BlockKind(
         same=operators,
     ),
     shared_bytes=shared_bytes,
+    sends=sends,
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="eblock",

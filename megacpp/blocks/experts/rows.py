@@ -7,7 +7,7 @@ a token at most, N = m K copies.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -125,3 +125,25 @@ def _sent(m: int, K: int, e: int, order: Sequence[int]) -> Sequence[int]:
         for rank in {order[(t * K + k) % E] // e for k in range(K)}:
             counts[rank] += (m - t - 1) // period + 1
     return tuple(counts)
+
+
+def sends(own: LocalShapes, parts: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, str, int]]:
+    """Yield rows to the experts and back, in both directions, and choices for a document's load.
+
+    Args:
+        own: sizes of the rank.
+        parts: of the rank, each with whether it is recomputed whole.
+    """
+    mesh, moe = own.config.mesh, own.config.model.moe
+    layers = [again for kind, again in parts if kind[0] == "E"]
+    if mesh.ep > 1 and layers:
+        trip, walks = expert_rows(own), sum(2 + again for again in layers)
+        rows = max(trip.leaving, trip.arriving)
+        yield "ep", "rows", walks * 2 * rows * own.config.model.dim * own.compute
+        padded, exact = mesh.ep_dispatch == "padded", moe.capacity_factor is None
+        if padded or (exact and mesh.ep_dispatch == "per_rank"):
+            here = moe.num_experts if padded else moe.num_experts // mesh.ep
+            yield "ep", "labels", walks * rows * 2 * min(columns(moe), here) * own.wide
+    if moe.sequence_loss and layers and own.tp * own.cp > 1:
+        choices = own.stream * moe.top_k * own.tp * own.cp
+        yield "row", "choices", sum(1 + again for again in layers) * choices * 2 + own.row * 8

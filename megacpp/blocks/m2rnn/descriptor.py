@@ -5,7 +5,7 @@ Letters: W heads * value, Q and K channels of queries and keys, H heads, P value
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.descriptor import (
@@ -184,6 +184,12 @@ def context_traffic(own: LocalShapes) -> Iterator[tuple[str, int]]:
     yield "heads", 2 * own.rows * own.row * gathered * own.compute
 
 
+def sends(own: LocalShapes, parts: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, str, int]]:
+    """Yield the sums of the output norm over `tp`."""
+    times = sum(2 + again for kind, again in parts if kind[0] == "R")
+    yield "tp", "activations", times * own.tokens * own.wide * (own.tp > 1)
+
+
 def once(model: ModelConfig, mesh: MeshConfig) -> bool:
     """Whether states travel over `cp` in series: sends and receives in one order."""
     uneven = num_heads(model) % (mesh.tp * mesh.cp) > 0
@@ -201,6 +207,7 @@ M2RNN_KIND = BlockKind(
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
     allocations=AllocationSettings("m2rnn", kernel="m2rnn", policy=("rblock",)),
+    sends=sends,
     shared_bytes=lambda own, kinds, saved: own.rows * own.row * 9,
     regions=regions,
     replayed=replayed,

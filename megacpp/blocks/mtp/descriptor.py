@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from megacpp.blocks.attention.descriptor import context_traffic
 from megacpp.blocks.descriptor import ModelFeature, Parameter
 from megacpp.blocks.mtp.checks import mtp_rules
 from megacpp.blocks.mtp.plan import depth_weights, hidden_width
 from megacpp.config.schema import Config, ModelConfig
 
+if TYPE_CHECKING:
+    from megacpp.memory.forms.local_shapes import LocalShapes
+
 
 def _tensor_dims(model: ModelConfig) -> Mapping[str, int]:
     return {"model.mtp.hidden_dim": hidden_width(model)}
+
+
+def _sends(own: LocalShapes, parts: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, str, int]]:
+    """Yield the blocks' borders and the head's for each depth, and the keys of their attention."""
+    config, mtp = own.config, own.config.model.mtp
+    if not any(kind == "mtp" for kind, _ in parts):
+        return
+    again = (mtp.depths - 1) * config.recompute.mtp  # depths that a backward runs twice
+    if own.tp > 1:  # the embedding's, the borders of an A and an F block, and the head's
+        borders = mtp.depths * (11 + (not mtp.detach_trunk)) + 4 * again
+        yield "tp", "activations", borders * own.tokens * config.model.dim * own.compute
+        yield "tp", "loss", mtp.depths * own.tokens * own.tp * 3 * own.wide
+    if own.cp > 1:
+        for what, count in context_traffic(own):
+            yield "cp", what, count * (2 * mtp.depths + again) // 2
 
 
 def _lines(config: Config) -> Iterator[str]:
@@ -51,5 +71,6 @@ MTP = ModelFeature(
     exported=(),
     checks=mtp_rules,
     tensor_dims=_tensor_dims,
+    sends=_sends,
     mixers="A",  # its F mixers have a width of their own
 )

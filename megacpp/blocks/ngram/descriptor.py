@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from megacpp.blocks.descriptor import ActivationLayout, ModelFeature, Parameter
 from megacpp.blocks.ngram.sizes import ngram_primes, ngram_rows, ngram_width
 from megacpp.config.schema import Config, ModelConfig
+
+if TYPE_CHECKING:
+    from megacpp.memory.forms.local_shapes import LocalShapes
 
 
 def _dims(model: ModelConfig) -> Mapping[str, int]:
@@ -16,6 +20,16 @@ def _dims(model: ModelConfig) -> Mapping[str, int]:
 
 def _tensor_dims(model: ModelConfig) -> Mapping[str, int]:
     return {"the rows of all n-gram tables": ngram_rows(model.ngram)}
+
+
+def _sends(own: LocalShapes, parts: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, str, int]]:
+    """Yield looked-up rows, summed over `tp`."""
+    here = own.tp > 1 and any(kind == "ngram" for kind, _ in parts)
+    yield (
+        "tp",
+        "activations",
+        2 * own.tokens * ngram_width(own.config.model.ngram) * own.compute * here,
+    )
 
 
 def _lines(config: Config) -> Iterator[str]:
@@ -53,4 +67,5 @@ NGRAM = ModelFeature(
     # Looked-up rows are narrower than the model, and projected after the exchange.
     layouts=(ActivationLayout("tables", None, "e[B, T, H, N]{tp} -> e[B, T_tp, H, N]"),),
     tensor_dims=_tensor_dims,
+    sends=_sends,
 )
