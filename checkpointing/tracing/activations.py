@@ -15,8 +15,9 @@ from itertools import accumulate
 from typing import Any
 
 from checkpointing.tracing.meter import Allocation, Meter, Phase
+from megacpp.blocks.features import entrance, exit_parts
 from megacpp.config.schema import ModelConfig
-from megacpp.model.pattern import entrance, exit_parts, layer_kinds, with_kinds
+from megacpp.model.pattern import layer_kinds, with_kinds
 
 Standing = tuple[str, str]  # a metered part, and the name of the part that it represents
 

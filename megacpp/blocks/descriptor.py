@@ -283,6 +283,7 @@ class ModelFeature:
         present: a model has it.
         below: beginning of its parameters' names in a model; `*` stands for any layer.
         parameters: every parameter, in the order of the module.
+        around: names of its modules around the layers (megacpp/model/pattern.py).
         dims: sizes of the letters in `parameters`, before anything is sharded.
         layouts: activations that are redistributed over `tp`.
         checks: broken rules of its settings.
@@ -305,6 +306,7 @@ class ModelFeature:
     dims: Callable[[ModelConfig], Mapping[str, int]]
     lines: Callable[[Config], Iterator[str]]
     exported: tuple[str, str, str] | tuple[()]
+    around: tuple[str, ...] = ()
     layouts: tuple[ActivationLayout, ...] = ()
     checks: Callable[[Config], Iterator[ConfigError]] = lambda config: iter(())
     tensor_dims: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
@@ -327,6 +329,11 @@ class ModelFeature:
         """
         if self.present(model):
             yield from shapes_of(self.parameters, self.dims, model, kind)
+
+    @property
+    def package(self) -> str:
+        """Package of the feature: that of its descriptor."""
+        return self.lines.__module__.rpartition(".")[0]
 
     def numel(self, model: ModelConfig, kind: str = "") -> int:
         """Parameters of the feature, of one layer where it stands in layers."""

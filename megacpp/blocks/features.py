@@ -12,7 +12,7 @@ from megacpp.blocks.mtp.descriptor import MTP
 from megacpp.blocks.ngram.descriptor import NGRAM
 from megacpp.blocks.top.descriptor import TOP
 from megacpp.config.model import ModelConfig
-from megacpp.model.pattern import block_letters
+from megacpp.model.pattern import ENTRANCE, EXIT, block_letters
 
 FEATURES: Mapping[str, ModelFeature] = MappingProxyType(
     {feature.name: feature for feature in (MTP, TOP, NGRAM, ENGRAM, HYPER_CONNECTIONS)}
@@ -27,3 +27,18 @@ def mixer_letters(model: ModelConfig) -> set[str]:
     """
     found = set(block_letters(model.pattern, model.depth))
     return found.union(*(one.mixers for one in FEATURES.values() if one.present(model)))
+
+
+def entrance(model: ModelConfig) -> tuple[str, ...]:
+    """Return the names in ENTRANCE that a model has."""
+    return _had(ENTRANCE, model)
+
+
+def exit_parts(model: ModelConfig) -> tuple[str, ...]:
+    """Return the names in EXIT that a model has."""
+    return _had(EXIT, model)
+
+
+def _had(names: tuple[str, ...], model: ModelConfig) -> tuple[str, ...]:
+    lacks = {part for one in FEATURES.values() if not one.present(model) for part in one.around}
+    return tuple(name for name in names if name not in lacks)

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from megacpp.blocks.features import entrance, exit_parts
 from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.config.schema import Config, ModelConfig
 from megacpp.memory.stream import Stream, StreamBlock
-from megacpp.model.pattern import ENTRANCE, EXIT, entrance, exit_parts, layer_kinds, with_kinds
+from megacpp.model.pattern import ENTRANCE, EXIT, layer_kinds, with_kinds
 from megacpp.model.stages import stage_parts, stages_per_rank
 
 Phase = Literal["forward", "backward"]

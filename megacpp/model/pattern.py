@@ -114,24 +114,6 @@ ENTRANCE = ("embed", "ngram", "spread")  # modules in front of the first block, 
 EXIT = ("collapse", "norm", "top", "mtp", "head")  # and behind the last
 
 
-def entrance(model: ModelConfig) -> tuple[str, ...]:
-    """Return the names in ENTRANCE that a model has."""
-    has = {"embed": True, "ngram": model.ngram.heads > 0, "spread": model.mhc.streams > 1}
-    return tuple(name for name in ENTRANCE if has[name])
-
-
-def exit_parts(model: ModelConfig) -> tuple[str, ...]:
-    """Return the names in EXIT that a model has."""
-    has = {
-        "collapse": model.mhc.streams > 1,
-        "norm": True,
-        "mtp": model.mtp.depths > 0,
-        "top": model.top.loss > 0,
-        "head": True,
-    }
-    return tuple(name for name in EXIT if has[name])
-
-
 def with_kinds(model: ModelConfig, kinds: Sequence[str]) -> ModelConfig:
     """Return the model with layers of other kinds; the first sparse one must choose keys."""
     ranked = [kind for kind in kinds if kind[0] == "A"]

@@ -34,6 +34,7 @@ HYPER_CONNECTIONS = ModelFeature(
         Parameter(("scale",), "[G]", "vector", fp32=True),
         Parameter(("bias",), "[K]", "vector", fp32=True),
     ),
+    around=("spread", "collapse"),
     dims=_dims,
     lines=_lines,
     exported=(

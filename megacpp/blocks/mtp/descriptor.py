@@ -66,6 +66,7 @@ MTP = ModelFeature(
         ),
         Parameter(("projection.weight",), "[D, U]", "muon"),
     ),
+    around=("mtp",),
     dims=lambda model: {"U": 2 * model.dim},  # a hidden state beside an embedding
     lines=_lines,
     exported=(),

@@ -57,6 +57,7 @@ NGRAM = ModelFeature(
         ),
         Parameter(("proj.weight",), "[D, U]", "muon"),
     ),
+    around=("ngram",),
     dims=_dims,
     lines=_lines,
     exported=(

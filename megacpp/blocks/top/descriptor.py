@@ -19,6 +19,7 @@ TOP = ModelFeature(
     present=lambda model: model.top.loss > 0,
     below="top.",
     parameters=(Parameter(("unembed.weight",), "[V_tp, D]", "adamw", rate="head_lr"),),
+    around=("top",),
     dims=lambda model: {"V": model.vocab_size},
     lines=_lines,
     exported=(),

@@ -9,6 +9,7 @@ from pathlib import Path
 import megacpp
 from megacpp.blocks import kinds
 from megacpp.blocks.descriptor import BlockKind
+from megacpp.blocks.features import FEATURES
 from megacpp.config.model import ModelConfig
 from megacpp.interop.code.bundle import Bundle
 from megacpp.interop.features import letters
@@ -54,8 +55,6 @@ NEVER = (
     "megacpp.kernels.triton_rms_norm",
     "megacpp.kernels.triton_wide_linear",
     "megacpp.blocks.attention.sparse:freeze_all_but_indexers",
-    "megacpp.blocks.mtp.module",
-    "megacpp.blocks.top.module",
 )
 CUT = ("megacpp.model.hybrid:HybridLM.forward", "megacpp.model.head:LanguageModelHead.forward")
 
@@ -98,12 +97,7 @@ def _wide_names(model: ModelConfig) -> list[str]:
 def _unused(model: ModelConfig) -> Iterator[str]:
     """Yield the modules of options that a model hasn't."""
     a, blocks = model.attention, "megacpp.blocks"
-    if not model.engram.layers:
-        yield f"{blocks}.engram.module"
-    if not model.ngram.heads:
-        yield f"{blocks}.ngram.module"
-    if model.mhc.streams == 1:
-        yield f"{blocks}.hyper_connections.module"
+    yield from (f"{one.package}.module" for one in FEATURES.values() if not one.present(model))
     if not a.sparse.layers:
         yield f"{blocks}.attention.sparse:SparseLatentAttention"
         yield f"{blocks}.attention.sparse:SparseGroupedQueryAttention"

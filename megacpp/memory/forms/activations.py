@@ -12,11 +12,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from megacpp.blocks.features import entrance, exit_parts
 from megacpp.config.schema import Config
 from megacpp.memory.block_trace import HOST, INPUT
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts, traced_kept
-from megacpp.model.pattern import entrance, exit_parts
 from megacpp.model.stages import stage_parts
 
 Saved = tuple[TracedPart, bool]  # and whether its output waits on the host

@@ -14,10 +14,11 @@ from functools import lru_cache
 from typing import Literal
 
 from megacpp.blocks.experts.choices import null_copies
+from megacpp.blocks.features import entrance, exit_parts
 from megacpp.config.checks.optimizer import adamw_layers, layer_of
 from megacpp.config.schema import Config, MeshConfig, ModelConfig, OptimConfig
 from megacpp.memory.forms.weights import COPY, LEFT_ALONE, Weight, weights
-from megacpp.model.pattern import entrance, exit_parts, layer_kinds
+from megacpp.model.pattern import layer_kinds
 from megacpp.model.sizes import copied_parameters
 from megacpp.model.stages import stage_parts
 

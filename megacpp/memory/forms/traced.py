@@ -14,6 +14,7 @@ from functools import lru_cache
 from math import gcd
 from typing import Any
 
+from megacpp.blocks.features import entrance, exit_parts
 from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.fp8 import fp8_blocks
@@ -43,7 +44,7 @@ from megacpp.memory.block_trace import (
 )
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.peak_point import PeakPoint
-from megacpp.model.pattern import entrance, exit_parts, layer_kinds, warms_up, with_kinds
+from megacpp.model.pattern import layer_kinds, warms_up, with_kinds
 from megacpp.model.regions import NOTHING, compiled_budget, regions_of
 
 DTYPES = {2: "bf16", 4: "fp32", 8: "fp64"}
