@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megacpp.blocks.attention.config import YarnConfig
 from megacpp.config.checks.every import check, lookup, resolve, surprises
 from megacpp.config.checks.mesh import batch_ranks, mesh_rules
 from megacpp.config.environment import ranks_started
@@ -23,7 +22,7 @@ from megacpp.config.presets import preset
 from megacpp.config.recompute_flags import FALSE, TRUE, translate
 from megacpp.config.saved import saved_tokens
 from megacpp.config.schema import Config
-from megacpp.config.settings import MISSING, field_name, flag_name, settings_of
+from megacpp.config.settings import MISSING, field_name, flag_name, section_class, settings_of
 from megacpp.config.settings import flatten as flatten
 from megacpp.config.values import read_value as read_value
 from megacpp.config.values import suggestion, utf8_words
@@ -390,12 +389,12 @@ def _replace(node: Any, path: list[str], value: Any) -> Any:
         return dataclasses.replace(node, **{field_name(path[0]): value})
     inner = getattr(node, path[0])
     if inner is None:
-        inner = YarnConfig()
+        inner = section_class(typing.get_type_hints(type(node))[path[0]])()
     return dataclasses.replace(node, **{path[0]: _replace(inner, path[1:], value)})
 
 
 def _provenance(written: Written, final: Config) -> dict[str, str]:
-    defaults = flatten(Config()) | flatten(YarnConfig(), "model.attention.yarn.")
+    defaults = {key: one.default for key, one in settings_of(Config, top=True).items()}
     config, source = written.config, {}
     for key, value in flatten(final).items():
         if key in written.sources and lookup(config, key) == value:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megacpp.config.presets import PRESETS
 from megacpp.config.schema import Config
-from megacpp.config.settings import Setting, settings_of
+from megacpp.config.settings import Setting, flatten, settings_of
 from megacpp.config.values import read_value, suggestion
 from megacpp.errors import ConfigError, config_error, did_you_mean, shortened
 
@@ -112,8 +112,8 @@ def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _value(settings: Mapping[str, Setting], key: str, value: Any) -> Any:
     """Convert a value of the file to the type of its setting."""
-    if value is None and key == "model.attention.yarn":
-        return None
+    if value is None and key not in settings and key in flatten(Config()):
+        return None  # a section that is off
     if key not in settings:
         near = suggestion(key, settings, flags=False)
         raise ConfigError(f"{shortened(key)}: no such setting. Fix: {near}.")

@@ -184,8 +184,7 @@ def _settings_of(cls: Any, prefix: str, top: bool) -> dict[str, Setting]:
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
         kind, key = hints[item.name], f"{prefix}{flag_name(item.name)}"
-        inner = next((o for o in typing.get_args(kind) if dataclasses.is_dataclass(o)), kind)
-        if dataclasses.is_dataclass(inner):
+        if inner := section_class(kind):
             found |= _settings_of(inner, f"{key}.", False)
         elif prefix or top:
             default = item.default
@@ -193,6 +192,11 @@ def _settings_of(cls: Any, prefix: str, top: bool) -> dict[str, Setting]:
                 default = item.default_factory()
             found[key] = Setting(key, kind, default, **item.metadata)
     return found
+
+
+def section_class(kind: Any) -> Any:
+    """Return the dataclass of a field's type, which may be optional; None: it is no section."""
+    return next(filter(dataclasses.is_dataclass, (kind, *typing.get_args(kind))), None)
 
 
 def flag_name(field: str) -> str:
@@ -209,9 +213,7 @@ def sections_of(cls: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield dotted name and first paragraph of every nested dataclass, in order."""
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
-        kind = hints[item.name]
-        inner = next((o for o in typing.get_args(kind) if dataclasses.is_dataclass(o)), kind)
-        if dataclasses.is_dataclass(inner):
+        if inner := section_class(hints[item.name]):
             doc = (inner.__doc__ or "").strip().split("\n\n")[0]
             yield f"{prefix}{item.name}", " ".join(doc.split())
             yield from sections_of(inner, f"{prefix}{item.name}.")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from megacpp.config.arguments import replace_keys
 from megacpp.config.model import ModelConfig
 from megacpp.config.schema import Config
-from megacpp.config.settings import flatten
+from megacpp.config.settings import flatten, settings_of
 from megacpp.interop.places import locate, model_folder, read_model
 
 INIT = "checkpoint.init"
@@ -48,7 +48,8 @@ def with_weights(
 def flags_between(before: ModelConfig, after: ModelConfig) -> list[str]:
     """Return the flags that make one model's settings another's, as they are typed."""
     old, new = flatten(before, "model."), flatten(after, "model.")
-    changed = {k: v for k, v in new.items() if old.get(k) != v and k != "model.attention.yarn"}
+    known = settings_of(ModelConfig, "model.")  # not a section that is off
+    changed = {key: value for key, value in new.items() if key in known and old.get(key) != value}
     return [f"--{key.replace('_', '-')} {_typed(value)}" for key, value in changed.items()]
 
 
