@@ -214,7 +214,8 @@ class BlockKind:
         shared_bytes: (sizes of a rank, kinds of its parts, whether a backward must read them) ->
             bytes of tensors that its layers share in one microbatch, as masks.
         sends: what a rank sends of its layers beside the layouts and the exchange over `cp`.
-        replayed: (model) -> multiply-adds a token that every backward repeats (`recompute` apart).
+        replayed: (configuration, kind of layer, its recomputed regions) -> multiply-adds a token
+            that its backward repeats beside those of the regions.
         region_multiply_adds: (region, model, row length) -> those of a recomputed region.
         recurrent: a state runs along the row, in a scan that is no module.
         groups: groups of heads that `tp` must divide or be a multiple of, by setting.
@@ -240,7 +241,7 @@ class BlockKind:
     last_product: Callable[[ModelConfig], float] = lambda model: 0.0
     shared_bytes: Callable[[LocalShapes, Collection[str], bool], int] = lambda own, kinds, s: 0
     sends: Sends = nothing_sent
-    replayed: Callable[[Config], float] = lambda config: 0.0
+    replayed: Callable[[Config, str, frozenset[Region]], float] = lambda config, kind, regions: 0.0
     region_multiply_adds: Callable[[Region, ModelConfig, int], float] = lambda region, m, t: 0.0
     recurrent: bool = False
     context: ContextExchange | None = None
@@ -288,6 +289,8 @@ class ModelFeature:
         layouts: activations that are redistributed over `tp`.
         checks: broken rules of its settings.
         tensor_dims: sizes that `tp` must divide, by the setting that makes them.
+        multiply_adds: (model, kind of layer; empty: beside the layers) -> multiply-adds a token in
+            the forward, where neither hyper-connections nor depths count them.
         taps: tokens that its convolution sees, the own one with them (0: it has none).
         shared_bytes: (sizes of a rank, kinds of its parts) -> bytes of tensors that its layers
             share in one microbatch.
@@ -310,6 +313,7 @@ class ModelFeature:
     layouts: tuple[ActivationLayout, ...] = ()
     checks: Callable[[Config], Iterator[ConfigError]] = lambda config: iter(())
     tensor_dims: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
+    multiply_adds: Callable[[ModelConfig, str], float] = lambda model, kind: 0.0
     taps: Callable[[ModelConfig], int] = lambda model: 0
     shared_bytes: Callable[[LocalShapes, Collection[str]], int] = lambda own, kinds: 0
     sends: Sends = nothing_sent

@@ -8,10 +8,9 @@ it to FlopCounterMode.
 
 from __future__ import annotations
 
-from megacpp.blocks.engram.sizes import memory_width
+from megacpp.blocks.features import FEATURES
 from megacpp.blocks.kinds import KINDS
 from megacpp.blocks.mtp.plan import block_model
-from megacpp.blocks.ngram.sizes import ngram_width
 from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import layer_kinds, layer_model
 
@@ -25,9 +24,7 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Forward FLOPs of one token in training: every block, the head, features beside them."""
     layers = sum(block_flops(kind, config, seq_len) for kind in layer_kinds(config))
     layers += config.depth * sum(connection_flops(config))
-    unembeddings = 2 if config.top.loss else 1
-    hashed = ngram_width(config.ngram) if config.ngram.heads else 0
-    return layers + 2.0 * config.dim * (unembeddings * config.vocab_size + hashed)
+    return layers + 2.0 * (config.dim * config.vocab_size + feature_multiply_adds(config, ""))
 
 
 def ahead_flops(config: ModelConfig, seq_len: int) -> float:
@@ -42,9 +39,8 @@ def ahead_flops(config: ModelConfig, seq_len: int) -> float:
 def block_flops(kind: str, config: ModelConfig, seq_len: int) -> float:
     """Forward FLOPs of one token in one block of a kind (`layer_kinds`)."""
     own = KINDS[kind[0]].multiply_adds(layer_model(config, kind), seq_len)
-    memory = _engram(config) if "+engram" in kind else 0.0
     chosen = indexer_flops(config, seq_len) if "A.index" in kind else 0.0
-    return 2.0 * (own + memory) + chosen
+    return 2.0 * (own + feature_multiply_adds(config, kind)) + chosen
 
 
 def indexer_flops(config: ModelConfig, seq_len: int) -> float:
@@ -68,6 +64,6 @@ def connection_flops(config: ModelConfig) -> tuple[float, float]:
     return 2.0 * n * d * (n * n + 2 * n + 1), 2.0 * n * n * d
 
 
-def _engram(config: ModelConfig) -> float:
-    """Multiply-adds of a key for each residual stream and of a value for all of them."""
-    return (config.mhc.streams + 1) * config.dim * memory_width(config)
+def feature_multiply_adds(config: ModelConfig, kind: str) -> float:
+    """Multiply-adds of one token in the features of a kind of layer, or beside them (empty)."""
+    return sum(f.multiply_adds(config, kind) for f in FEATURES.values() if f.present(config))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.attention.checks import checks
-from megacpp.blocks.attention.sizes import sends, shared_bytes
+from megacpp.blocks.attention.sizes import replayed, sends, shared_bytes
 from megacpp.blocks.descriptor import (
     ALL_TOKENS,
     AllocationSettings,
@@ -332,6 +332,7 @@ ATTENTION = BlockKind(
     allocations=AllocationSettings("attention", kernel="attention", same=_products),
     shared_bytes=shared_bytes,
     sends=sends,
+    replayed=replayed,
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="ablock",

@@ -1,4 +1,4 @@
-"""Bytes that a rank's attention layers share, and send, in one microbatch; no torch import here."""
+"""Bytes that a rank's attention layers share, and send; products that repeat; no torch import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megacpp.config.schema import Config
     from megacpp.memory.forms.local_shapes import LocalShapes
+    from megacpp.model.regions import Region
 
 
 def shared_bytes(own: LocalShapes, kinds: Collection[str], saved: bool) -> int:
@@ -58,3 +60,20 @@ def sends(own: LocalShapes, parts: Sequence[tuple[str, bool]]) -> Iterator[tuple
     for again in (again for kind, again in parts if "A.index" in kind):
         yield "tp", "indexer", (1 + again) * looked_at * (own.tp > 1)
         yield "cp", "indexer", (2 + again) * keys * (own.cp > 1)
+
+
+def replayed(config: Config, kind: str, regions: frozenset[Region]) -> float:
+    """Multiply-adds a token that a backward repeats beside those that `block_flops` counts.
+
+    A fused kernel pads MLA's values to the keys' width; attention to chosen keys pads none. An
+    indexer's loss makes gradients and the logits that it imitates again; its scores are counted,
+    and the choice of keys is reused from the first run.
+    """
+    a, whole, sparse = config.model.attention, "block" in regions, kind.startswith("A.")
+    mla = a.kind == "mla"
+    query = a.qk_nope_head_dim + a.qk_rope_head_dim if mla else a.head_dim
+    padded = a.num_heads * (query - a.v_head_dim) if mla else 0
+    found = padded * (whole - sparse) if whole or "core_attn" in regions else 0
+    if whole and "A.index" in kind:
+        found += 3 * a.sparse.num_heads * a.sparse.head_dim + a.num_heads * query
+    return float(config.data.seq_len * found)

@@ -6,7 +6,14 @@ from collections.abc import Iterator, Mapping
 
 from megacpp.blocks.descriptor import ActivationLayout, ModelFeature, Parameter
 from megacpp.blocks.engram.checks import engram_rules
-from megacpp.blocks.engram.sizes import ROWS_MULTIPLE, memory_width, sends, shared_bytes, table_rows
+from megacpp.blocks.engram.sizes import (
+    ROWS_MULTIPLE,
+    memory_width,
+    multiply_adds,
+    sends,
+    shared_bytes,
+    table_rows,
+)
 from megacpp.config.schema import Config, ModelConfig
 from megacpp.model.pattern import layer_kinds
 
@@ -89,5 +96,6 @@ ENGRAM = ModelFeature(
     tensor_dims=_tensor_dims,
     shared_bytes=shared_bytes,
     sends=sends,
+    multiply_adds=multiply_adds,
     taps=lambda model: (model.engram.conv_kernel - 1) * model.engram.max_order + 1,
 )

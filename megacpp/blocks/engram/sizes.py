@@ -43,6 +43,11 @@ def memory_width(config: ModelConfig) -> int:
     return config.engram.dim * (config.engram.max_order - 1)
 
 
+def multiply_adds(model: ModelConfig, kind: str) -> float:
+    """Multiply-adds of a key for each residual stream and of a value for all of them."""
+    return (model.mhc.streams + 1) * model.dim * memory_width(model) * ("+engram" in kind)
+
+
 def shared_bytes(own: LocalShapes, kinds: Collection[str]) -> int:
     """Return bytes of the row ids that tokens look up in n-gram memories, and of masks of taps.
 

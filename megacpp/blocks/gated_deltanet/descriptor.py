@@ -112,7 +112,7 @@ def scan_multiply_adds(model: ModelConfig, seq_len: int) -> float:
     return 3 * heads * g.key_dim * g.value_dim + chunk * (2 * size["Q"] + size["W"]) + solve
 
 
-def replayed(config: Config) -> float:
+def replayed(config: Config, kind: str, regions: frozenset[Region]) -> float:
     """Return multiply-adds of all chunks again: only the inputs of the scan are saved."""
     return scan_multiply_adds(config.model, config.data.seq_len)
 

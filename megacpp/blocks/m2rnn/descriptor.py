@@ -148,7 +148,7 @@ def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
     return set()
 
 
-def replayed(config: Config) -> float:
+def replayed(config: Config, kind: str, regions: frozenset[Region]) -> float:
     """Multiply-adds a token of the products that compute the states between chunks again."""
     if config.recompute.rblock == "none":
         return 0.0

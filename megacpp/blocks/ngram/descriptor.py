@@ -69,4 +69,5 @@ NGRAM = ModelFeature(
     layouts=(ActivationLayout("tables", None, "e[B, T, H, N]{tp} -> e[B, T_tp, H, N]"),),
     tensor_dims=_tensor_dims,
     sends=_sends,
+    multiply_adds=lambda model, kind: model.dim * ngram_width(model.ngram) * (not kind),
 )
