@@ -206,6 +206,7 @@ class BlockKind:
         layouts: activations that are redistributed over `tp`.
         multiply_adds: (model, row length) -> multiply-adds a token in the forward's products.
         allocations: settings that the bytes of its forward and backward depend on.
+        policy_checks: broken rules of `recompute`, whether or not the pattern has the kind.
         regions: (policy, model) -> recompute regions that the policy selects, `norm` apart.
         whole: field of `CheckpointingPolicy` that recomputes the whole block if it is `full`;
             empty: no field does.
@@ -238,6 +239,7 @@ class BlockKind:
     allocations: AllocationSettings
     regions: Callable[[CheckpointingPolicy, ModelConfig], set[Region]]
     whole: str = ""
+    policy_checks: Callable[[Config], Iterator[ConfigError]] = lambda config: iter(())
     last_product: Callable[[ModelConfig], float] = lambda model: 0.0
     shared_bytes: Callable[[LocalShapes, Collection[str], bool], int] = lambda own, kinds, s: 0
     sends: Sends = nothing_sent

@@ -6,9 +6,10 @@ No torch import here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.arguments import flatten, replace_keys
 from megacpp.config.checks.every import broken, resolve
 from megacpp.config.schema import Config
@@ -123,12 +124,10 @@ def _light_recompute(config: Config, letters: set[str]) -> Iterator[list[Keys]]:
         left = values[values.index(now) + 1 :] if now in values else values
         if name[0].upper() in letters and now != "full":
             yield [{f"recompute.{name}": value} for value in left]
-    if "A" not in letters:
-        return
-    if config.model.attention.kind == "mla":
-        for name in ("mla_kv", "mla_q_upproj"):
-            if not getattr(recompute, name):
-                yield [{f"recompute.{name}": True}]
+    for name in ("mla_kv", "mla_q_upproj") if "A" in letters else ():
+        more = replace(recompute, **{name: True})
+        if more != recompute and name in KINDS["A"].regions(more, config.model):
+            yield [{f"recompute.{name}": True}]
 
 
 def cheapest_fixes(

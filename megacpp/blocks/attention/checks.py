@@ -116,6 +116,18 @@ def checks(config: Config) -> Iterator[ConfigError]:
         )
 
 
+def policy_checks(config: Config) -> Iterator[ConfigError]:
+    """Yield regions of multi-head latent attention that a policy names without it."""
+    for name in ("mla_q_upproj", "mla_kv") if config.model.attention.kind != "mla" else ():
+        if getattr(config.recompute, name):
+            yield config_error(
+                f"recompute.{name}",
+                True,
+                "there is no latent, model.attention.kind=gqa",
+                f"use recompute.{name}=false",
+            )
+
+
 def odd_rotation(dim: int, fraction: float) -> bool:
     """Return whether the rotated part of a head of `dim` dims isn't made of pairs, or is empty."""
     return int(dim * fraction) % 2 == 1 or dim * fraction < 2

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megacpp.blocks.attention.checks import checks
+from megacpp.blocks.attention.checks import checks, policy_checks
 from megacpp.blocks.attention.sizes import replayed, sends, shared_bytes
 from megacpp.blocks.descriptor import (
     ALL_TOKENS,
@@ -333,6 +333,7 @@ ATTENTION = BlockKind(
     shared_bytes=shared_bytes,
     sends=sends,
     replayed=replayed,
+    policy_checks=policy_checks,
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="ablock",

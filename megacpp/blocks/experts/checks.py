@@ -77,6 +77,18 @@ def null_rules(moe: MoEConfig) -> Iterator[ConfigError]:
         )
 
 
+def policy_checks(config: Config) -> Iterator[ConfigError]:
+    """Yield an error if whole E blocks would be recomputed across ranks."""
+    ep, pattern = config.mesh.ep, config.model.pattern
+    if config.recompute.eblock == "full" and ep > 1 and "E" in pattern.upper():
+        yield config_error(
+            "recompute.eblock",
+            "full",
+            f"would send the rows of all experts again in the backward (mesh.ep={ep})",
+            "use recompute.eblock=expert_gemm_only, with recompute.norms and recompute.mlp",
+        )
+
+
 def straddling_groups(moe: MoEConfig, mesh: MeshConfig) -> str:
     """Return the rule that groups of experts break on the ranks of `ep`; empty if none."""
     groups = moe.num_groups

@@ -15,7 +15,7 @@ from megacpp.blocks.descriptor import (
     HFTensor,
     Parameter,
 )
-from megacpp.blocks.experts.checks import checks
+from megacpp.blocks.experts.checks import checks, policy_checks
 from megacpp.blocks.experts.choices import columns, null_copies
 from megacpp.blocks.experts.rows import counts, operators, sends
 
@@ -157,6 +157,7 @@ EXPERTS = BlockKind(
     ),
     shared_bytes=shared_bytes,
     sends=sends,
+    policy_checks=policy_checks,
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="eblock",

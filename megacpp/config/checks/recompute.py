@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.fp8 import fp8_rules
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, config_error
@@ -13,22 +14,8 @@ def recompute_rules(config: Config) -> Iterator[ConfigError]:
     """Yield broken rules of `config.recompute` and of its combinations."""
     yield from fp8_rules(config)
     policy = config.recompute
-    if config.model.attention.kind != "mla":
-        for name in ("mla_q_upproj", "mla_kv"):
-            if getattr(policy, name):
-                yield config_error(
-                    f"recompute.{name}",
-                    True,
-                    "there is no latent, model.attention.kind=gqa",
-                    f"use recompute.{name}=false",
-                )
-    if policy.eblock == "full" and config.mesh.ep > 1 and "E" in config.model.pattern.upper():
-        yield config_error(
-            "recompute.eblock",
-            "full",
-            f"would send the rows of all experts again in the backward (mesh.ep={config.mesh.ep})",
-            "use recompute.eblock=expert_gemm_only, with recompute.norms and recompute.mlp",
-        )
+    for kind in KINDS.values():
+        yield from kind.policy_checks(config)
     if policy.compress and config.model.depth == 1:
         yield config_error(
             "recompute.compress",
