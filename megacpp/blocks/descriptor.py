@@ -39,6 +39,9 @@ def nothing_sent(
     return iter(())
 
 
+LOSS_BUFFERS = 7  # of losses: a scale, and a sum for each term (megacpp/model/auxiliary.py)
+
+
 def always(model: ModelConfig) -> bool:
     """Return True: the parameter exists in every model."""
     return True
@@ -180,6 +183,7 @@ class AllocationSettings:
             the rows of a microbatch, as long as the layer runs the same operators (`same`).
         same: what decides about operators beside settings.
         document: tokens of the shortest document that weighs; 0: their number doesn't weigh.
+        uneven: one rank may get more rows than others.
     """
 
     model: str
@@ -189,6 +193,7 @@ class AllocationSettings:
     counts: Callable[[LocalShapes], Mapping[str, int]] = lambda own: {}
     same: Callable[[LocalShapes], tuple[int, ...]] = lambda own: ()
     document: Callable[[Config], int] = lambda config: 0
+    uneven: Callable[[ModelConfig], bool] = lambda model: False
 
 
 @dataclass(frozen=True)
@@ -220,6 +225,7 @@ class BlockKind:
         region_multiply_adds: (region, model, row length) -> those of a recomputed region.
         recurrent: a state runs along the row, in a scan that is no module.
         groups: groups of heads that `tp` must divide or be a multiple of, by setting.
+        buffers: (model, kind of layer) -> numbers and 64-bit integers that its buffers hold.
         upstream: fused tensor of the authors' checkpoints -> our parameters, from top to bottom.
         interleaved: fused tensors that repeat this order for each group of heads, and the groups.
         before: kind of layer -> the layers that one needs in front of it.
@@ -248,6 +254,7 @@ class BlockKind:
     recurrent: bool = False
     context: ContextExchange | None = None
     groups: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
+    buffers: Callable[[ModelConfig, str], tuple[int, int]] = lambda model, kind: (0, 0)
     upstream: tuple[tuple[str, tuple[str, ...]], ...] = ()
     interleaved: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     before: Callable[[str], tuple[str, ...]] = lambda kind: ()
@@ -294,6 +301,7 @@ class ModelFeature:
         multiply_adds: (model, kind of layer; empty: beside the layers) -> multiply-adds a token in
             the forward, where neither hyper-connections nor depths count them.
         taps: tokens that its convolution sees, the own one with them (0: it has none).
+        buffers: (model, name of its part) -> numbers and 64-bit integers that its buffers hold.
         shared_bytes: (sizes of a rank, kinds of its parts) -> bytes of tensors that its layers
             share in one microbatch.
         sends: what a rank sends of it.
@@ -317,6 +325,7 @@ class ModelFeature:
     tensor_dims: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     multiply_adds: Callable[[ModelConfig, str], float] = lambda model, kind: 0.0
     taps: Callable[[ModelConfig], int] = lambda model: 0
+    buffers: Callable[[ModelConfig, str], tuple[int, int]] = lambda model, part: (0, 0)
     shared_bytes: Callable[[LocalShapes, Collection[str]], int] = lambda own, kinds: 0
     sends: Sends = nothing_sent
     mixers: str = ""

@@ -17,6 +17,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from megacpp.blocks.descriptor import AllocationSettings
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import (
     KEEP,
     CheckpointingPolicy,
@@ -204,13 +206,17 @@ def with_stage(config: Config, stage: Literal["sparse", "dense"]) -> Config:
 
 def uneven(config: Config) -> bool:
     """Return whether one rank may get more rows than others: dropless experts have no capacity."""
-    return "E" in config.model.pattern.upper() and config.model.moe.capacity_factor is None
+    return any(one.uneven(config.model) for one in _allocations(config))
 
 
 def cut_by_documents(config: Config) -> bool:
     """Return whether saved activations of a scan grow with the number of documents in a row."""
-    kernel = config.kernels.mamba3 in ("mamba_ssm", "tilelang")
-    return "M" in config.model.pattern.upper() and kernel
+    return any(one.document(config) for one in _allocations(config))
+
+
+def _allocations(config: Config) -> list[AllocationSettings]:
+    """Return what the allocations of each kind in the pattern depend on."""
+    return [KINDS[letter].allocations for letter in KINDS if letter in config.model.pattern.upper()]
 
 
 def margin(config: Config, tensors: int) -> int:

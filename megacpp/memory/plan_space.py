@@ -13,6 +13,7 @@ from megacpp.config.checks.recompute import recompute_rules
 from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.memory.device import on_gpu
+from megacpp.memory.estimate import uneven
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import kinds_of
 from megacpp.memory.replayed import replayed_flops_per_token
@@ -190,13 +191,12 @@ def padded_dispatch(config: Config, world: int, fixed: Collection[str] = ()) -> 
         world: number of ranks.
         fixed: dotted settings that keep their value.
     """
-    moe, mesh = config.model.moe, config.mesh
+    mesh = config.mesh
     other = replace(config, mesh=replace(mesh, ep_dispatch="padded"))
     if (
-        "E" not in config.model.pattern.upper()
-        or mesh.ep == 1
+        mesh.ep == 1
         or mesh.ep_dispatch != "per_rank"
-        or moe.capacity_factor is not None
+        or not uneven(config)
         or "mesh.ep_dispatch" in fixed
         or not on_gpu(config)
     ):

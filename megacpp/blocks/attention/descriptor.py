@@ -16,6 +16,7 @@ from megacpp.blocks.attention.checks import checks, policy_checks
 from megacpp.blocks.attention.sizes import replayed, sends, shared_bytes
 from megacpp.blocks.descriptor import (
     ALL_TOKENS,
+    LOSS_BUFFERS,
     AllocationSettings,
     BlockKind,
     ContextExchange,
@@ -334,6 +335,7 @@ ATTENTION = BlockKind(
     sends=sends,
     replayed=replayed,
     policy_checks=policy_checks,
+    buffers=lambda model, kind: (LOSS_BUFFERS * ("A.index" in kind), 0),
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="ablock",

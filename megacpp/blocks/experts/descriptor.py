@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.descriptor import (
+    LOSS_BUFFERS,
     ActivationLayout,
     AllocationSettings,
     BlockKind,
@@ -112,6 +113,12 @@ def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> fl
     return 0.0
 
 
+def buffers(model: ModelConfig, kind: str) -> tuple[int, int]:
+    """Return numbers (bias and counts, losses, two sums of loads) and integers of a router."""
+    choices = model.moe.num_experts + 2 * (null_copies(model.moe) > 0)
+    return choices + LOSS_BUFFERS + 2, choices
+
+
 def shared_bytes(own: LocalShapes, kinds: Collection[str], saved: bool) -> int:
     """Return bytes of the number and length of each token's document."""
     shared = own.tp > 1 or own.cp > 1
@@ -154,10 +161,12 @@ EXPERTS = BlockKind(
         mesh=("ep", "ep_dispatch"),
         counts=counts,
         same=operators,
+        uneven=lambda model: model.moe.capacity_factor is None,
     ),
     shared_bytes=shared_bytes,
     sends=sends,
     policy_checks=policy_checks,
+    buffers=buffers,
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="eblock",

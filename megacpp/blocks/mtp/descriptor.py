@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.attention.descriptor import context_traffic
-from megacpp.blocks.descriptor import ModelFeature, Parameter
+from megacpp.blocks.descriptor import LOSS_BUFFERS, ModelFeature, Parameter
 from megacpp.blocks.mtp.checks import mtp_rules
 from megacpp.blocks.mtp.plan import depth_weights, hidden_width
 from megacpp.config.schema import Config, ModelConfig
@@ -73,5 +73,6 @@ MTP = ModelFeature(
     checks=mtp_rules,
     tensor_dims=_tensor_dims,
     sends=_sends,
+    buffers=lambda model, part: (LOSS_BUFFERS + model.mtp.depths, 0),  # and a weight per depth
     mixers="A",  # its F mixers have a width of their own
 )

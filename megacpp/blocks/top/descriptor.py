@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacpp.blocks.descriptor import ActivationLayout, ModelFeature, Parameter
+from megacpp.blocks.descriptor import LOSS_BUFFERS, ActivationLayout, ModelFeature, Parameter
 from megacpp.config.schema import Config
 
 
@@ -20,6 +20,7 @@ TOP = ModelFeature(
     below="top.",
     parameters=(Parameter(("unembed.weight",), "[V_tp, D]", "adamw", rate="head_lr"),),
     around=("top",),
+    buffers=lambda model, part: (LOSS_BUFFERS, 0),
     multiply_adds=lambda model, kind: model.dim * model.vocab_size * (not kind),
     dims=lambda model: {"V": model.vocab_size},
     lines=_lines,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from megacpp.blocks.experts.choices import null_copies
-from megacpp.blocks.features import entrance, exit_parts
+from megacpp.blocks.features import FEATURES, entrance, exit_parts
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.optimizer import adamw_layers, layer_of
 from megacpp.config.schema import Config, MeshConfig, ModelConfig, OptimConfig
 from megacpp.memory.forms.weights import COPY, LEFT_ALONE, Weight, weights
@@ -282,10 +282,6 @@ def packs(kind: str, numel: int) -> bool:
     return kind in PACKED_BLOCKS and numel >= PACKED_MIN and numel % PACKED_BLOCKS[kind] == 0
 
 
-TERMS = 6  # of auxiliary losses, each with a sum for the record (megacpp/model/auxiliary.py)
-LOSS_BUFFERS = 1 + TERMS  # the scale of losses, and these sums
-
-
 def buffer_bytes(model: ModelConfig, counts: Mapping[str, int], store: int = 4) -> int:
     """Return bytes of buffers of routers, losses and multi-token prediction.
 
@@ -294,20 +290,12 @@ def buffer_bytes(model: ModelConfig, counts: Mapping[str, int], store: int = 4) 
         counts: number of parts of each kind.
         store: bytes of an element.
     """
-    owners = [layers for kind, layers in counts.items() if "A.index" in kind or kind in LOSSES]
-    routers = sum(layers for kind, layers in counts.items() if kind[0] == "E")
-    found = routers * router_buffers(model, store) + sum(owners) * LOSS_BUFFERS * store
-    of_depths = 1 + TERMS + model.mtp.depths  # scale, sums for the record, a weight per depth
-    return found + counts.get("mtp", 0) * of_depths * store
-
-
-LOSSES = ("top",)  # parts that have some and nothing else to remember
-
-
-def router_buffers(model: ModelConfig, store: int = 4) -> int:
-    """Return bytes of a router's buffers: bias and counts, losses, and two sums of loads."""
-    nulls = null_copies(model.moe) > 0
-    return (model.moe.num_experts + 2 * nulls) * (store + 8) + (LOSS_BUFFERS + 2) * store
+    found = 0
+    for kind, layers in counts.items():
+        owner = KINDS.get(kind[0]) or FEATURES.get(kind)
+        numbers, integers = owner.buffers(model, kind) if owner else (0, 0)
+        found += layers * (numbers * store + integers * 8)
+    return found
 
 
 def _part(length: int, parts: int, index: int) -> int:
