@@ -123,12 +123,14 @@ class HFTensor:
         name: below a layer; `{e}` in it: one tensor for each expert.
         ours: names below the mixer, their rows stacked from top to bottom.
         order: order of these rows there (megacpp/interop/orders.py); empty: as stacked.
+        groups: of the rows there, each with a part of every one of ours (1: as `order` says).
         when: a model has it.
     """
 
     name: str
     ours: tuple[str, ...]
     order: str = ""
+    groups: Callable[[ModelConfig], int] = lambda model: 1
     when: Callable[[ModelConfig], bool] = always
 
 

@@ -22,7 +22,7 @@ from megacpp.blocks.kinds import KINDS
 from megacpp.config.model import ModelConfig
 from megacpp.interop.hf_class import Change, HFClass
 from megacpp.interop.keys import padded_shared
-from megacpp.interop.orders import ORDERS
+from megacpp.interop.orders import ORDERS, grouped
 from megacpp.interop.rewrites import IN_HALVES
 from megacpp.model.count import meta_model
 from megacpp.model.fp32 import contract_parameters
@@ -213,6 +213,8 @@ class _Linker:
         change = self.changes.get(tensor.name, Change())
         name = change.order or tensor.order
         order = ORDERS[name](self.model, rows) if name else None
+        if (groups := tensor.groups(self.model)) > 1:
+            order = grouped(rows, groups)
         shape, width = _joined(shapes, sum(rows) if order is None else len(order)), 0
         if change.pad == "columns":
             shape, width = (*shape[:-1], self._padded), shape[-1]

@@ -51,22 +51,10 @@ def index_pairs(model: ModelConfig, rows: Sequence[int]) -> Tensor:
     return _by_head(one, sum(rows), dim)
 
 
-def key_heads(model: ModelConfig, rows: Sequence[int]) -> Tensor:
-    """Return parts of Gated DeltaNet, one after the other for each key head."""
-    return _grouped(rows, model.gated_deltanet.num_key_heads)
-
-
-def each_expert(model: ModelConfig, rows: Sequence[int]) -> Tensor:
-    """Return gate and up, one after the other for each expert."""
-    return _grouped(rows, model.moe.num_experts)
-
-
 ORDERS: Mapping[str, Order] = {
     order.__name__: order
-    for order in (
-        halves, gated_queries, rotated_last, rotated_key, index_pairs, key_heads, each_expert,
-    )
-}  # fmt: skip
+    for order in (halves, gated_queries, rotated_last, rotated_key, index_pairs)
+}
 
 
 def _halved(dim: int) -> Tensor:
@@ -85,7 +73,7 @@ def _by_head(one: Tensor, rows: int, dim: int) -> Tensor:
     return (torch.arange(0, rows, dim)[:, None] + one).flatten()
 
 
-def _grouped(rows: Sequence[int], groups: int) -> Tensor:
+def grouped(rows: Sequence[int], groups: int) -> Tensor:
     """Return equal parts of every stacked tensor, group by group."""
     starts = [sum(rows[:i]) for i in range(len(rows))]
     parts = [

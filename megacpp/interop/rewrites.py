@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megacpp.blocks.descriptor import HFTensor
+from megacpp.blocks.experts.descriptor import num_experts
 from megacpp.config.model import ModelConfig
 from megacpp.interop.hf_class import Change, Zeros
 
@@ -64,13 +65,15 @@ IN_HALVES = {
 }
 GRANITE_EXPERTS = (
     HFTensor("block_sparse_moe.router.layer.weight", ("router.weight",)),
-    HFTensor("block_sparse_moe.input_linear.weight", ("experts.w1", "experts.w3"), "each_expert"),
+    HFTensor(
+        "block_sparse_moe.input_linear.weight", ("experts.w1", "experts.w3"), groups=num_experts
+    ),
     HFTensor("block_sparse_moe.output_linear.weight", ("experts.w2",)),
     HFTensor("shared_mlp.input_linear.weight", ("shared.w1.weight", "shared.w3.weight")),
     HFTensor("shared_mlp.output_linear.weight", ("shared.w2.weight",)),
 )
 # Experts as transformers holds them in memory; import takes them where a folder has them.
 STACKED_EXPERTS = (
-    HFTensor("mlp.experts.gate_up_proj", ("experts.w1", "experts.w3"), "each_expert"),
+    HFTensor("mlp.experts.gate_up_proj", ("experts.w1", "experts.w3"), groups=num_experts),
     HFTensor("mlp.experts.down_proj", ("experts.w2",)),
 )

@@ -40,6 +40,11 @@ def dims(model: ModelConfig) -> dict[str, int]:
     return {"E": e.num_experts, "I": e.hidden_dim, "F": e.num_shared * e.shared_hidden_dim}
 
 
+def num_experts(model: ModelConfig) -> int:
+    """Return the number of routed experts."""
+    return model.moe.num_experts
+
+
 def gated(model: ModelConfig) -> bool:
     """Return whether experts are SwiGLUs, which have a third matrix."""
     return model.moe.activation == "swiglu"

@@ -68,9 +68,22 @@ FUSED = (  # Qwen3-Next
     ("in_proj_ba.weight", ("in_b.weight", "in_a.weight")),
     ("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.weight")),
 )
+
+
+def interleaved(model: ModelConfig) -> dict[str, int]:
+    """Return the key heads that take turns in fused tensors of projections."""
+    names = ("in_proj_qkvz.weight", "in_proj_ba.weight")
+    return dict.fromkeys(names, model.gated_deltanet.num_key_heads)
+
+
 HF = (
     *(
-        HFTensor(f"linear_attn.{name}", ours, "" if "conv" in name else "key_heads", when=gated)
+        HFTensor(
+            f"linear_attn.{name}",
+            ours,
+            groups=lambda model, name=name: interleaved(model).get(name, 1),
+            when=gated,
+        )
         for name, ours in FUSED
     ),
     *(
@@ -178,8 +191,6 @@ GATED_DELTANET = BlockKind(
         taps=lambda model: model.gated_deltanet.conv_kernel,
     ),
     upstream=FUSED,
-    interleaved=lambda model: dict.fromkeys(
-        ("in_proj_qkvz.weight", "in_proj_ba.weight"), model.gated_deltanet.num_key_heads
-    ),
+    interleaved=interleaved,
     hf=HF,
 )
