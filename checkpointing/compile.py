@@ -20,36 +20,20 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from megacpp.blocks.attention.gqa import CoreAttention, GroupedQueryAttention
-from megacpp.blocks.attention.mla import MultiHeadLatentAttention
-from megacpp.blocks.attention.rope import rotary_table
-from megacpp.blocks.attention.sparse import SparseAttention
 from megacpp.blocks.experts.module import MixtureOfExperts, SharedExpert
-from megacpp.blocks.mamba3.module import Mamba3, Mamba3Scan
-from megacpp.kernels.attention.causal import VARLEN, attention_mask
-from megacpp.kernels.causal_conv import reach
-from megacpp.kernels.mamba3.ops import Chunks
+from megacpp.blocks.kinds import KINDS
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.recompute import PLAIN
-from megacpp.model.short_conv import Convolve
-from megacpp.torch_extras import autocast_dtype
 
-Attention = GroupedQueryAttention | MultiHeadLatentAttention
-ROUTED = "sizes of what is routed depend on values"
-CHOSEN = "its keys are chosen, or were by another block"
-CONTEXT = "keys come from other ranks"
-BY_HAND = "its kernels say themselves what they keep"
-BY_TOKEN = "it goes from token to token"
-CUT = "its scan is cut over ranks"
 LOOKED_UP = "what its memory looks up is hashed outside of graphs"
 # Settings of torch._inductor.config on a GPU: element-wise kernels that don't depend on each other,
 # as of queries and of keys, are one launch.
@@ -169,20 +153,9 @@ class Graphs:
 
 def why_eager(block: Block) -> str | None:
     """Return the reason why a block can't be one graph, or None."""
-    mixer = block.mixer
     if block.engram is not None:
         return LOOKED_UP
-    if isinstance(mixer, MixtureOfExperts):
-        return ROUTED
-    if isinstance(mixer, SparseAttention):
-        return CHOSEN
-    if isinstance(mixer, Attention):
-        return None if type(mixer.inner) is CoreAttention else CONTEXT
-    if isinstance(mixer, Mamba3):
-        if not (isinstance(mixer.scan, Mamba3Scan) and isinstance(mixer.convolve, Convolve)):
-            return CUT
-        return None if mixer.scan.kernels.mamba3 == "torch" else BY_HAND
-    return None if block.letter == "F" else BY_TOKEN
+    return KINDS[block.letter].why_eager(block.mixer)
 
 
 def make_plain(module: nn.Module) -> None:
@@ -305,15 +278,11 @@ class CompiledBlock:
             x_BTD: input of the block.
             docs: documents of the batch.
         """
-        block, mixer = self.block, self.block.mixer
+        block = self.block
         if not torch.is_grad_enabled():
             return Block._forward(block, x_BTD, docs)
         assert block.recompute is PLAIN, "compiler and recompute regions both decide what is saved"
-        read = None
-        if isinstance(mixer, Attention):
-            read = attention_inputs(mixer, docs, x_BTD)
-        elif isinstance(mixer, Mamba3):
-            read = scan_inputs(mixer, docs)
+        read = KINDS[block.letter].graph_inputs(block.mixer, docs, x_BTD)
         return self.graph(block, x_BTD, read)
 
 
@@ -328,53 +297,3 @@ class CompiledPart:
         if not torch.is_grad_enabled():
             return type(self.module).forward(self.module, x_BTD)
         return self.graph(self.module, x_BTD)
-
-
-def attention_inputs(mixer: Attention, docs: Documents, x_BTD: Tensor) -> Documents:
-    """Return the documents with only the cached values that attention needs; computed once a batch.
-
-    Other cached values differ between layers, and each difference would be another graph. A value
-    that a graph computed and cached itself would be one more, because the next layer would find it.
-
-    Args:
-        mixer: attention module.
-        docs: documents of the batch.
-        x_BTD: input, for its dtype.
-    """
-    latent = isinstance(mixer, MultiHeadLatentAttention)
-    dim, config = mixer.rope_dim if latent else mixer.head_dim, mixer.attention
-    backend, dtype, docs = mixer.inner.kernels.attention, x_BTD.dtype, docs.within(config.window)
-    of_queries = autocast_dtype(x_BTD) or dtype
-
-    def make() -> Documents:
-        read = Documents(docs.ids_BT, docs.positions_BT, docs.whole)
-        read = replace(read, boundaries=docs.boundaries, window=docs.window)
-        rotary_table(read, dim, config, dtype)
-        if backend == "flex":
-            from megacpp.kernels.attention.flex import block_mask
-
-            block_mask(read, read)
-        elif backend in VARLEN:
-            bounds = read.cu_seqlens
-            if not read.whole:  # its length is the number of documents
-                torch._dynamo.mark_dynamic(bounds, 0)
-        elif backend == "torch" and not (read.whole and not read.window):
-            attention_mask(read, read, of_queries, config.softcap)
-        return read
-
-    return docs.memo(("compiled attention", dim, config, dtype, of_queries, backend), make)
-
-
-def scan_inputs(mixer: Mamba3, docs: Documents) -> Documents:
-    """Return the documents with only the cached values that a Mamba-3 scan and convolution need."""
-    size, dtype = min(mixer.mamba.chunk_size, docs.ids_BT.shape[1]), mixer.dt_bias.dtype
-    taps = mixer.mamba.conv_kernel
-
-    def make() -> Documents:
-        read = Documents(docs.ids_BT, docs.positions_BT, docs.whole)
-        Chunks.for_documents(read, size, dtype)
-        if taps and not docs.whole:
-            reach(read, taps)
-        return read
-
-    return docs.memo(("compiled scan", size, dtype, taps), make)

@@ -13,14 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
     from megacpp.errors import ConfigError
     from megacpp.memory.forms.local_shapes import LocalShapes
+    from megacpp.model.documents import Documents
     from megacpp.model.regions import Region
 
 Group = Literal["muon", "adamw", "vector"]
@@ -39,6 +40,7 @@ def nothing_sent(
     return iter(())
 
 
+BY_TOKEN = "it goes from token to token"
 LOSS_BUFFERS = 7  # of losses: a scale, and a sum for each term (megacpp/model/auxiliary.py)
 
 
@@ -228,6 +230,9 @@ class BlockKind:
         recurrent: a state runs along the row, in a scan that is no module.
         groups: groups of heads that `tp` must divide or be a multiple of, by setting.
         buffers: (model, kind of layer) -> numbers and 64-bit integers that its buffers hold.
+        why_eager: (mixer) -> the reason why a block can't be one compiled graph; None: it can.
+        graph_inputs: (mixer, documents, input of the block) -> the documents with the cached values
+            that such a graph reads; None: it reads none.
         upstream: fused tensor of the authors' checkpoints -> our parameters, from top to bottom.
         interleaved: fused tensors that repeat this order for each group of heads, and the groups.
         before: kind of layer -> the layers that one needs in front of it.
@@ -257,6 +262,8 @@ class BlockKind:
     context: ContextExchange | None = None
     groups: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     buffers: Callable[[ModelConfig, str], tuple[int, int]] = lambda model, kind: (0, 0)
+    why_eager: Callable[[nn.Module], str | None] = lambda mixer: BY_TOKEN
+    graph_inputs: Callable[[Any, Documents, Tensor], Documents | None] = lambda m, docs, x: None
     upstream: tuple[tuple[str, tuple[str, ...]], ...] = ()
     interleaved: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     before: Callable[[str], tuple[str, ...]] = lambda kind: ()

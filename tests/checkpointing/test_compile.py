@@ -18,21 +18,14 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from checkpointing.apply import ActivationCheckpointing, give
-from checkpointing.compile import (
-    BY_HAND,
-    BY_TOKEN,
-    CONTEXT,
-    CUT,
-    LOOKED_UP,
-    ROUTED,
-    Compiled,
-    Compiler,
-    compile_blocks,
-    why_eager,
-)
+from checkpointing.compile import LOOKED_UP, Compiled, Compiler, compile_blocks, why_eager
 from checkpointing.recompute import BlockRecompute, Replays
+from megacpp.blocks.attention.compiled import CONTEXT
 from megacpp.blocks.attention.logits import LogitRecorder
 from megacpp.blocks.dense.config import MLPConfig
+from megacpp.blocks.descriptor import BY_TOKEN
+from megacpp.blocks.experts.descriptor import ROUTED
+from megacpp.blocks.mamba3.descriptor import BY_HAND, CUT
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import (

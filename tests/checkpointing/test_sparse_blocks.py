@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from checkpointing.apply import ActivationCheckpointing
-from checkpointing.compile import CHOSEN, compile_blocks
+from checkpointing.compile import compile_blocks
 from megacpp.blocks.attention import sparse
+from megacpp.blocks.attention.compiled import CHOSEN
 from megacpp.blocks.attention.sparse import SparseAttention
 from megacpp.config.schema import KEEP, CheckpointingPolicy
 from tests.model.sparse_cases import build, sparse_model, train

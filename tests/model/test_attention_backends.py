@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpointing.compile import attention_inputs
+from megacpp.blocks.attention.compiled import graph_inputs
 from megacpp.blocks.attention.logits import LogitRecorder
 from megacpp.kernels.attention import flex as attention_flex
 from megacpp.kernels.attention.causal import (
@@ -243,7 +243,7 @@ def test_new_documents_need_no_new_graph(flex_here: None) -> None:
     graph = torch.compile(lambda x, docs: block(x, docs), fullgraph=True, backend="aot_eager")
     for lengths in (((7, 1, 15), (20, 1, 2)), ((5, 18, 0), (23, 0, 0))):
         x, docs = noise(2, 23, 16, dtype=torch.float32).requires_grad_(), packed(lengths)
-        y = graph(x, attention_inputs(block, docs, x))  # type: ignore[arg-type]
+        y = graph(x, graph_inputs(block, docs, x))  # type: ignore[arg-type]
         want = plain(x, docs)
         close(y, want, limit=1e-5)
         gradients = (torch.autograd.grad(out.sum(), x)[0] for out in (y, want))
@@ -270,7 +270,7 @@ def test_a_graph_holds_the_flash_kernel_whole() -> None:
     inner = block.get_submodule("inner")
     inner.kernels = Kernels(attention="varlen_padded")  # type: ignore[assignment]
     x, docs = noise(2, 23, 16, dtype=torch.bfloat16), sent(packed())
-    read = attention_inputs(block, docs, x)  # type: ignore[arg-type]
+    read = graph_inputs(block, docs, x)  # type: ignore[arg-type]
     with pytest.raises(FoundError):
         torch.compile(block, fullgraph=True, backend=look)(x, read)
     assert any("varlen_attn" in target for target in found), found

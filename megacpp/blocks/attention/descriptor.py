@@ -26,10 +26,12 @@ from megacpp.blocks.descriptor import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
+    from megacpp.blocks.attention.compiled import Attention
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
     from megacpp.memory.forms.local_shapes import LocalShapes
+    from megacpp.model.documents import Documents
     from megacpp.model.regions import Region
 
 
@@ -303,6 +305,20 @@ def context_traffic(own: LocalShapes) -> Iterator[tuple[str, int]]:
         yield "keys and values", 2 * everyone * shared * own.compute
 
 
+def why_eager(mixer: nn.Module) -> str | None:
+    """Return the reason why a block can't be one compiled graph, or None."""
+    from megacpp.blocks.attention.compiled import why_eager
+
+    return why_eager(mixer)
+
+
+def graph_inputs(mixer: Attention, docs: Documents, x_BTD: Tensor) -> Documents:
+    """Return the documents with the cached values that a compiled block reads."""
+    from megacpp.blocks.attention.compiled import graph_inputs
+
+    return graph_inputs(mixer, docs, x_BTD)
+
+
 def lines(config: Config) -> Iterator[str]:
     """Yield what the header of a run says of sparse layers."""
     from megacpp.blocks.attention.sparse_checks import sparse_lines
@@ -336,6 +352,8 @@ ATTENTION = BlockKind(
     replayed=replayed,
     policy_checks=policy_checks,
     buffers=lambda model, kind: (LOSS_BUFFERS * ("A.index" in kind), 0),
+    why_eager=why_eager,
+    graph_inputs=graph_inputs,
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="ablock",

@@ -90,6 +90,7 @@ DENSE = BlockKind(
     allocations=AllocationSettings(
         "mlp", same=lambda own: (copies_weights(own, 2, 2 * own.config.model.mlp.hidden_dim),)
     ),
+    why_eager=lambda mixer: None,
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="fblock",

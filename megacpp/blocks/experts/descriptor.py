@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from megacpp.memory.forms.local_shapes import LocalShapes
     from megacpp.model.regions import Region
 
+ROUTED = "sizes of what is routed depend on values"  # so no graph knows them
+
 
 def build(kind: str, model: ModelConfig, layer: int) -> MixtureOfExperts:
     """Return the mixer."""
@@ -172,6 +174,7 @@ EXPERTS = BlockKind(
     sends=sends,
     policy_checks=policy_checks,
     buffers=buffers,
+    why_eager=lambda mixer: ROUTED,
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="eblock",

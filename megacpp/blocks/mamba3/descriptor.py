@@ -21,10 +21,16 @@ from megacpp.errors import ConfigError, config_error
 from megacpp.model.primes import nearest_divisor
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from megacpp.blocks.mamba3.module import Mamba3
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
     from megacpp.memory.forms.local_shapes import LocalShapes
+    from megacpp.model.documents import Documents
     from megacpp.model.regions import Region
+
+BY_HAND = "its kernels say themselves what they keep"
+CUT = "its scan is cut over ranks"
 
 
 def num_heads(model: ModelConfig) -> int:
@@ -189,6 +195,36 @@ def shared_bytes(own: LocalShapes, kinds: Collection[str], saved: bool) -> int:
     return own.rows * tokens * (chunk * own.wide + 6)
 
 
+def why_eager(mixer: nn.Module) -> str | None:
+    """Return the reason why a block can't be one compiled graph, or None."""
+    from megacpp.blocks.mamba3.module import Mamba3Scan
+    from megacpp.model.short_conv import Convolve
+
+    scan = mixer.scan
+    if not (isinstance(scan, Mamba3Scan) and isinstance(mixer.convolve, Convolve)):
+        return CUT
+    return None if scan.kernels.mamba3 == "torch" else BY_HAND
+
+
+def graph_inputs(mixer: Mamba3, docs: Documents, x_BTD: Tensor) -> Documents:
+    """Return the documents with the cached values that a scan and a convolution need."""
+    from megacpp.kernels.causal_conv import reach
+    from megacpp.kernels.mamba3.ops import Chunks
+    from megacpp.model.documents import Documents
+
+    size, dtype = min(mixer.mamba.chunk_size, docs.ids_BT.shape[1]), mixer.dt_bias.dtype
+    taps = mixer.mamba.conv_kernel
+
+    def make() -> Documents:
+        read = Documents(docs.ids_BT, docs.positions_BT, docs.whole)
+        Chunks.for_documents(read, size, dtype)
+        if taps and not docs.whole:
+            reach(read, taps)
+        return read
+
+    return docs.memo(("compiled scan", size, dtype, taps), make)
+
+
 MAMBA3 = BlockKind(
     letter="M",
     name="Mamba-3",
@@ -205,6 +241,8 @@ MAMBA3 = BlockKind(
         document=lambda config: config.model.mamba3.chunk_size if by_library(config) else 0,
     ),
     shared_bytes=shared_bytes,
+    why_eager=why_eager,
+    graph_inputs=graph_inputs,
     regions=regions,
     recurrent=True,
     context=ContextExchange(
