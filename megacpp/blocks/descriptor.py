@@ -145,6 +145,8 @@ class ContextExchange:
         heads: name and number of the heads that `heads` exchanges for tokens.
         otherwise: value of the setting that works for any number of heads.
         traffic: exchanges of one layer in a forward and a backward, with their bytes.
+        gathers: (model, kind of layer, whether heads are exchanged) -> name and letter of what all
+            ranks have then, as pictures show it.
         taps: taps of its short convolution, which looks `taps - 1` tokens back (0: none).
         once: whether a backward that walks the graph twice would make the exchange twice, so that
             a stage of a pipeline with such a layer makes both gradients in one walk.
@@ -154,6 +156,7 @@ class ContextExchange:
     heads: Callable[[ModelConfig], tuple[str, int]]
     otherwise: str
     traffic: Callable[[LocalShapes], Iterator[tuple[str, int]]]
+    gathers: Callable[[ModelConfig, str, bool], tuple[str, str]] = lambda m, kind, h: ("q, k", "K")
     taps: Callable[[ModelConfig], int] = lambda model: 0
     once: Callable[[ModelConfig, MeshConfig], bool] = lambda model, mesh: False
 

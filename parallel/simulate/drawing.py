@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megacpp.blocks.engram.sizes import memory_width
 from megacpp.blocks.experts.module import Experts
+from megacpp.blocks.features import FEATURES
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config, ModelConfig
@@ -349,28 +350,17 @@ def _context_move(
         by_heads: the mixer exchanges tokens for heads.
         back: this exchange turns heads into tokens again.
     """
-    letter, d = kind[0], "" if phase == FORWARD else "d "
+    d = "" if phase == FORWARD else "d "
     if call.kind == "all_to_all":
         cut, whole = "heads[B, T_cp, Q]", "heads[B, T, Q_cp]"
         there = (whole, cut) if back == (phase == FORWARD) else (cut, whole)
         return f"{d}{there[0]} -> {there[1]}"
-    exchange = KINDS[letter].context
+    exchange = KINDS[kind[0]].context
     if call.kind not in ("all_gather", "reduce_scatter") or exchange is None:
         return None
-    taps = exchange.taps(model)
-    engram = model.engram
-    past = (engram.conv_kernel - 1) * engram.max_order if engram.layers else 0
-    if letter == "A" and past and len(call.shapes[0]) == 4 and call.shapes[0][2] == past:
-        what, dims = "halo", "C"
-    elif letter == "A":
-        what, dims = ("latent", "L") if model.attention.kind == "mla" else ("k, v", "K")
-        what += ", index key" if "A.index" in kind else ""
-    elif len(call.shapes[0]) == 4 and call.shapes[0][2] == taps - 1:
-        what, dims = "halo", "C"
-    elif letter == "M":
-        what, dims = ("B, C, angles", "S") if by_heads else ("state", "S")
-    else:
-        what, dims = "q, k", "K"
+    taps = [exchange.taps(model), *(one.taps(model) for n, one in FEATURES.items() if n in kind)]
+    halo = len(call.shapes[0]) == 4 and call.shapes[0][2] + 1 in taps
+    what, dims = ("halo", "C") if halo else exchange.gathers(model, kind, by_heads)
     along = "J" if what in ("halo", "state") else "T"
     cut, whole = f"{what}[B, {along}_cp, {dims}]", f"{what}[B, {along}, {dims}]"
     if phase == FORWARD:

@@ -319,6 +319,12 @@ def graph_inputs(mixer: Attention, docs: Documents, x_BTD: Tensor) -> Documents:
     return graph_inputs(mixer, docs, x_BTD)
 
 
+def gathers(model: ModelConfig, kind: str, by_heads: bool) -> tuple[str, str]:
+    """Return the name and letter of keys and values, with the key of an indexer."""
+    what, dims = ("latent", "L") if is_mla(model) else ("k, v", "K")
+    return what + ", index key" * ("A.index" in kind), dims
+
+
 def lines(config: Config) -> Iterator[str]:
     """Yield what the header of a run says of sparse layers."""
     from megacpp.blocks.attention.sparse_checks import sparse_lines
@@ -360,7 +366,7 @@ ATTENTION = BlockKind(
     last_product=last_product,
     before=lambda kind: ("A.index",) if kind.startswith("A.share") else (),
     context=ContextExchange(
-        "cp_attention", heads_exchanged, "all_gather", context_traffic, once=once
+        "cp_attention", heads_exchanged, "all_gather", context_traffic, gathers, once=once
     ),
     lines=lines,
     hf=HF,

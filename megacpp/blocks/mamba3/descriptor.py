@@ -250,6 +250,7 @@ MAMBA3 = BlockKind(
         heads_exchanged,
         "state",
         context_traffic,
+        gathers=lambda m, kind, heads: ("B, C, angles" if heads else "state", "S"),
         taps=lambda model: model.mamba3.conv_kernel,
         once=once,
     ),
