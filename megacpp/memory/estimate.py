@@ -37,7 +37,7 @@ from megacpp.memory.forms.detail import detail_of
 from megacpp.memory.forms.step import step_bytes
 from megacpp.memory.forms.units import stored_of
 from megacpp.model.count import count_parameters
-from megacpp.model.pattern import warms_up
+from megacpp.model.pattern import warmed_up, warms_up
 from megacpp.model.stages import as_scheduled
 
 Fit = Literal["fits", "at_risk", "does_not_fit", "unknown"]
@@ -128,7 +128,7 @@ def estimate(
         found = _with_tasks(found, config)
     if not warms_up(config.model):
         return found
-    after = _of_phase(with_stage(config, "sparse"), size, rank, budget, detail)
+    after = _of_phase(replace(config, model=warmed_up(config.model)), size, rank, budget, detail)
     fuller, other = (found, after) if found.point >= after.point else (after, found)
     phase = "the warm-up" if fuller is found else "the sparse phase behind the warm-up"
     said = f"{phase} decides: the other phase takes {other.point / fuller.point:.0%} of its memory"
@@ -195,13 +195,6 @@ def _with_tasks(found: MemoryEstimate, config: Config) -> MemoryEstimate:
     point = tensors + sum(outside.values())
     kept = {name: size for name, size in parts.items() if size}
     return replace(found, components=kept, detail={}, moment=TASKS, point=point)
-
-
-def with_stage(config: Config, stage: Literal["sparse", "dense"]) -> Config:
-    """Return the configuration in another stage of sparse attention."""
-    attention = config.model.attention
-    attention = replace(attention, sparse=replace(attention.sparse, stage=stage))
-    return replace(config, model=replace(config.model, attention=attention))
 
 
 def uneven(config: Config) -> bool:

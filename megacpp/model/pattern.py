@@ -82,6 +82,12 @@ def warms_up(model: ModelConfig) -> bool:
     return bool(sparse.layers.strip()) and sparse.stage == "dense"
 
 
+def warmed_up(model: ModelConfig) -> ModelConfig:
+    """Return a model after the warm-up of its indexers: attention to the keys that they choose."""
+    sparse = replace(model.attention.sparse, stage="sparse")
+    return replace(model, attention=replace(model.attention, sparse=sparse))
+
+
 def masked(kind: str, warms_up: bool = False) -> bool:
     """Return whether a part attends to all keys; sparse layers make masks of their own.
 
