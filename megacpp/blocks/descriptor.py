@@ -319,6 +319,7 @@ class ModelFeature:
         sends: what a rank sends of it.
         lines: what the header of a run says of it.
         mixers: letters of mixers that it has with the settings of those in layers.
+        hashes: rows of its tables depend on the number of ids.
         exported: setting, reason and fix, where no class of Hugging Face has it; empty: it trains
             only, and an exported folder leaves it out.
     """
@@ -341,6 +342,7 @@ class ModelFeature:
     shared_bytes: Callable[[LocalShapes, Collection[str]], int] = lambda own, kinds: 0
     sends: Sends = nothing_sent
     mixers: str = ""
+    hashes: bool = False
 
     def shapes(
         self, model: ModelConfig, kind: str = ""

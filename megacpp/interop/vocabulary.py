@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megacpp.blocks.features import FEATURES
 from megacpp.config.model import ModelConfig
 from megacpp.errors import config_error
 from megacpp.interop.links import Link
@@ -45,7 +46,7 @@ def with_rows_of(place: WeightsFolder, model: ModelConfig) -> ModelConfig:
             f"{place.folder} has {have} rows, and {have - wanted} of them would be lost",
             f"use {KEY}={have}, or leave it out",
         )
-    if have < wanted and (model.ngram.heads or model.engram.layers):
+    if have < wanted and any(one.hashes and one.present(model) for one in FEATURES.values()):
         raise config_error(
             KEY,
             wanted,

@@ -94,6 +94,7 @@ ENGRAM = ModelFeature(
     ),
     checks=engram_rules,
     tensor_dims=_tensor_dims,
+    hashes=True,
     shared_bytes=shared_bytes,
     sends=sends,
     multiply_adds=multiply_adds,

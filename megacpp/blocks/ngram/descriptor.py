@@ -68,6 +68,7 @@ NGRAM = ModelFeature(
     # Looked-up rows are narrower than the model, and projected after the exchange.
     layouts=(ActivationLayout("tables", None, "e[B, T, H, N]{tp} -> e[B, T_tp, H, N]"),),
     tensor_dims=_tensor_dims,
+    hashes=True,
     sends=_sends,
     multiply_adds=lambda model, kind: model.dim * ngram_width(model.ngram) * (not kind),
 )
