@@ -80,7 +80,7 @@ def fusions(config: Config) -> list[FusedOperation]:
     a, kinds = model.attention, layer_kinds(model)
     attends = sum(kind[0] == "A" for kind in kinds)
     latents = attends if a.kind == "mla" and a.q_lora_rank else 0
-    queries = own.tokens * a.num_heads // own.tp * (a.qk_nope_head_dim + a.qk_rope_head_dim)
+    queries = own.tokens * a.num_heads // own.tp * a.head_dims[0]
     saved = {
         "norm_qkv": (attends, own.tokens * model.dim),
         "mla_q_upproj": (latents, queries),

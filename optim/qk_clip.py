@@ -162,11 +162,10 @@ class QKClip:
     def _logits(self) -> Tensor:
         """Return the logit of every head and layer of the model, `[L, N]`, by one reduction."""
         config, rule = self.config, self.recorder
-        num_kv_heads = config.num_kv_heads if config.kind == "gqa" else config.num_heads
         dtype, device = torch.promote_types(self.like.dtype, torch.float32), self.like.device
         all_LPX = [
             torch.full((self.num_layers, *shape), rule.least, dtype=dtype, device=device)
-            for shape in rule.rows(config.num_heads, num_kv_heads)
+            for shape in rule.rows(config.num_heads, config.num_key_heads)
         ]
         for layer in self.layers:
             for all_of_kind, own_PX in zip(all_LPX, layer.recorder.maxima, strict=False):

@@ -232,7 +232,7 @@ class BlockKind:
         region_multiply_adds: (region, model, row length) -> those of a recomputed region.
         recurrent: a state runs along the row, in a scan that is no module.
         groups: groups of heads that `tp` must divide or be a multiple of, by setting.
-        buffers: (model, kind of layer) -> numbers and 64-bit integers that its buffers hold.
+        buffer_numbers: (model, kind of layer) -> numbers and 64-bit integers that its buffers hold.
         why_eager: (mixer) -> the reason why a block can't be one compiled graph; None: it can.
         graph_inputs: (mixer, documents, input of the block) -> the documents with the cached values
             that such a graph reads; None: it reads none.
@@ -264,7 +264,7 @@ class BlockKind:
     recurrent: bool = False
     context: ContextExchange | None = None
     groups: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
-    buffers: Callable[[ModelConfig, str], tuple[int, int]] = lambda model, kind: (0, 0)
+    buffer_numbers: Callable[[ModelConfig, str], tuple[int, int]] = lambda model, kind: (0, 0)
     why_eager: Callable[[nn.Module], str | None] = lambda mixer: BY_TOKEN
     graph_inputs: Callable[[Any, Documents, Tensor], Documents | None] = lambda m, docs, x: None
     upstream: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -313,7 +313,7 @@ class ModelFeature:
         multiply_adds: (model, kind of layer; empty: beside the layers) -> multiply-adds a token in
             the forward, where neither hyper-connections nor depths count them.
         taps: tokens that its convolution sees, the own one with them (0: it has none).
-        buffers: (model, name of its part) -> numbers and 64-bit integers that its buffers hold.
+        buffer_numbers: (model, name of its part) -> numbers and 64-bit integers that buffers hold.
         shared_bytes: (sizes of a rank, kinds of its parts) -> bytes of tensors that its layers
             share in one microbatch.
         sends: what a rank sends of it.
@@ -338,7 +338,7 @@ class ModelFeature:
     tensor_dims: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     multiply_adds: Callable[[ModelConfig, str], float] = lambda model, kind: 0.0
     taps: Callable[[ModelConfig], int] = lambda model: 0
-    buffers: Callable[[ModelConfig, str], tuple[int, int]] = lambda model, part: (0, 0)
+    buffer_numbers: Callable[[ModelConfig, str], tuple[int, int]] = lambda model, part: (0, 0)
     shared_bytes: Callable[[LocalShapes, Collection[str]], int] = lambda own, kinds: 0
     sends: Sends = nothing_sent
     mixers: str = ""

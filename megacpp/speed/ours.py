@@ -321,7 +321,7 @@ class _Maker:
 
     def _chooses(self, kind: str) -> bool:
         """Return whether a kind of block attends to chosen keys."""
-        return kind.startswith(SPARSE) and self.config.model.attention.sparse.stage == "sparse"
+        return kind.startswith(SPARSE) and not self.own.warms_up
 
     def _between_tokens(
         self, kind: str, mixed: float
@@ -334,9 +334,6 @@ class _Maker:
             return attention_products(layer_model(model, kind), own)
         if kind[0] == "A":
             a = layer_model(model, kind).attention
-            wide = 2 * a.head_dim if a.kind == "gqa" else (
-                a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim
-            )  # fmt: skip
             heads = own.rows * max(1, a.num_heads // own.tp)
             kernel = ATTENTION[self.generation]
             # SDPA hides what is outside of a window, the other kernels skip it.
@@ -344,7 +341,7 @@ class _Maker:
             if a.window and own.attends_by != "torch":
                 reach = min(a.window, own.row)
             keys = reach - reach**2 / (2 * own.row)  # a row's first queries see fewer
-            one = Attend(heads, own.here, keys, wide, kernel)
+            one = Attend(heads, own.here, keys, sum(a.head_dims), kernel)
             return [one], [one._replace(backward=True)]
         flops = SCAN_TIMES * mixed * own.tokens / own.tp
         serial = own.row if kind[0] == "R" else 0

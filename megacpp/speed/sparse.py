@@ -65,7 +65,4 @@ def _keys(own: LocalShapes) -> float:
 def _heads(model: ModelConfig, own: LocalShapes) -> tuple[int, int, int, int]:
     """Return query heads and key heads of the rank, dims of a query head and of a value head."""
     a = model.attention
-    heads = max(1, a.num_heads // own.tp)
-    if a.kind == "gqa":
-        return heads, max(1, a.num_kv_heads // own.tp), a.head_dim, a.head_dim
-    return heads, heads, a.qk_nope_head_dim + a.qk_rope_head_dim, a.v_head_dim
+    return max(1, a.num_heads // own.tp), max(1, a.num_key_heads // own.tp), *a.head_dims

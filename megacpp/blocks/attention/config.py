@@ -115,6 +115,18 @@ class AttentionConfig:
     )
     sparse: SparseAttentionConfig = field(default_factory=SparseAttentionConfig)
 
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Head dims of queries and keys, and of values."""
+        if self.kind == "gqa":
+            return self.head_dim, self.head_dim
+        return self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim
+
+    @property
+    def num_key_heads(self) -> int:
+        """Heads of keys and values: MLA has one for each query head."""
+        return self.num_kv_heads if self.kind == "gqa" else self.num_heads
+
 
 def layer_settings(attention: AttentionConfig, kind: str) -> AttentionConfig:
     """Return the settings of a layer: a full one has no window, and others then have no YaRN.

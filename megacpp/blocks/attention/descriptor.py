@@ -124,7 +124,7 @@ def dims(model: ModelConfig) -> dict[str, int]:
         return {"Q": q, "K": k, "N": a.head_dim, **indexer}
     n = a.num_heads
     return {
-        "Q": n * (a.qk_nope_head_dim + a.qk_rope_head_dim),
+        "Q": n * (a.qk_nope_head_dim + a.qk_rope_head_dim),  # exported settings are plain values
         "Kv": n * (a.qk_nope_head_dim + a.v_head_dim),
         "W": n * a.v_head_dim,
         "Lq": a.q_lora_rank,
@@ -220,7 +220,7 @@ def tensor_dims(model: ModelConfig) -> dict[str, int]:
 def heads_exchanged(model: ModelConfig) -> tuple[str, int]:
     """Name and number of key and value heads: where these divide, so do the query heads."""
     name = "num_kv_heads" if is_gqa(model) else "num_heads"
-    return f"model.attention.{name}", getattr(model.attention, name)
+    return f"model.attention.{name}", model.attention.num_key_heads
 
 
 def seen(model: ModelConfig, seq_len: int) -> int:
@@ -235,11 +235,11 @@ def multiply_adds(model: ModelConfig, seq_len: int) -> float:
         heads = (2 + a.output_gate) * a.num_heads + 2 * a.num_kv_heads
         projections = d * a.head_dim * heads
         return projections + 2 * seen(model, seq_len) * a.num_heads * a.head_dim
-    qk, n = a.qk_nope_head_dim + a.qk_rope_head_dim, a.num_heads
+    (qk, v), n = a.head_dims, a.num_heads
     q = d * a.q_lora_rank + a.q_lora_rank * n * qk if a.q_lora_rank else d * n * qk
     kv = d * (a.kv_lora_rank + a.qk_rope_head_dim)
-    expand = a.kv_lora_rank * n * (a.qk_nope_head_dim + a.v_head_dim)
-    return q + kv + expand + n * a.v_head_dim * d + seq_len * n * (qk + a.v_head_dim)
+    expand = a.kv_lora_rank * n * (a.qk_nope_head_dim + v)
+    return q + kv + expand + n * v * d + seq_len * n * (qk + v)
 
 
 def last_product(model: ModelConfig) -> float:
@@ -262,8 +262,7 @@ def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
 
 def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> float:
     """Multiply-adds a token of scores and values, or of projections from latents."""
-    a = model.attention
-    query = a.head_dim if is_gqa(model) else a.qk_nope_head_dim + a.qk_rope_head_dim
+    a, (query, _) = model.attention, model.attention.head_dims
     if region == "core_attn":
         return 2.0 * seen(model, seq_len) * a.num_heads * query
     if region == "mla_q_upproj":
@@ -297,12 +296,11 @@ def context_traffic(own: LocalShapes) -> Iterator[tuple[str, int]]:
         block = own.tokens * shared
         yield "keys and values", (own.cp - 1) * 2 * 2 * block * own.compute
         yield "keys and values", (own.cp - 1) * 2 * block * own.wide
-    elif grouped:
-        yield "heads", 2 * own.tokens * (2 * heads * a.head_dim + shared) * own.compute
     else:
-        widths = a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim
-        yield "heads", 2 * own.tokens * heads * widths * own.compute
-        yield "keys and values", 2 * everyone * shared * own.compute
+        numbers = heads * sum(a.head_dims) + shared * grouped
+        yield "heads", 2 * own.tokens * numbers * own.compute
+        if not grouped:
+            yield "keys and values", 2 * everyone * shared * own.compute
 
 
 def why_eager(mixer: nn.Module) -> str | None:
@@ -357,7 +355,7 @@ ATTENTION = BlockKind(
     sends=sends,
     replayed=replayed,
     policy_checks=policy_checks,
-    buffers=lambda model, kind: (LOSS_BUFFERS * ("A.index" in kind), 0),
+    buffer_numbers=lambda model, kind: (LOSS_BUFFERS * ("A.index" in kind), 0),
     why_eager=why_eager,
     graph_inputs=graph_inputs,
     regions=regions,

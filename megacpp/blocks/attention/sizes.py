@@ -70,9 +70,8 @@ def replayed(config: Config, kind: str, regions: frozenset[Region]) -> float:
     and the choice of keys is reused from the first run.
     """
     a, whole, sparse = config.model.attention, "block" in regions, kind.startswith("A.")
-    mla = a.kind == "mla"
-    query = a.qk_nope_head_dim + a.qk_rope_head_dim if mla else a.head_dim
-    padded = a.num_heads * (query - a.v_head_dim) if mla else 0
+    query, value = a.head_dims
+    padded = a.num_heads * (query - value)
     found = padded * (whole - sparse) if whole or "core_attn" in regions else 0
     if whole and "A.index" in kind:
         found += 3 * a.sparse.num_heads * a.sparse.head_dim + a.num_heads * query

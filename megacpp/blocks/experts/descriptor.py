@@ -120,7 +120,7 @@ def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> fl
     return 0.0
 
 
-def buffers(model: ModelConfig, kind: str) -> tuple[int, int]:
+def buffer_numbers(model: ModelConfig, kind: str) -> tuple[int, int]:
     """Return numbers (bias and counts, losses, two sums of loads) and integers of a router."""
     choices = model.moe.num_experts + 2 * (null_copies(model.moe) > 0)
     return choices + LOSS_BUFFERS + 2, choices
@@ -173,7 +173,7 @@ EXPERTS = BlockKind(
     shared_bytes=shared_bytes,
     sends=sends,
     policy_checks=policy_checks,
-    buffers=buffers,
+    buffer_numbers=buffer_numbers,
     why_eager=lambda mixer: ROUTED,
     regions=regions,
     region_multiply_adds=region_multiply_adds,

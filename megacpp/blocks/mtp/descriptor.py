@@ -73,6 +73,9 @@ MTP = ModelFeature(
     checks=mtp_rules,
     tensor_dims=_tensor_dims,
     sends=_sends,
-    buffers=lambda model, part: (LOSS_BUFFERS + model.mtp.depths, 0),  # and a weight per depth
+    buffer_numbers=lambda model, part: (
+        LOSS_BUFFERS + model.mtp.depths,
+        0,
+    ),  # and a weight per depth
     mixers="A",  # its F mixers have a width of their own
 )

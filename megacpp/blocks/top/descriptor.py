@@ -20,7 +20,7 @@ TOP = ModelFeature(
     below="top.",
     parameters=(Parameter(("unembed.weight",), "[V_tp, D]", "adamw", rate="head_lr"),),
     around=("top",),
-    buffers=lambda model, part: (LOSS_BUFFERS, 0),
+    buffer_numbers=lambda model, part: (LOSS_BUFFERS, 0),
     multiply_adds=lambda model, kind: model.dim * model.vocab_size * (not kind),
     dims=lambda model: {"V": model.vocab_size},
     lines=_lines,

@@ -17,7 +17,7 @@ LEAST_FLEX = 16  # head dim: the least of a Triton product
 def varlen(config: Config, host: Host) -> str | None:
     """Return why flash kernels for packed rows, with one head dim, can't run; None: they can."""
     unsupported = varlen_padded(config, host)
-    query, value = head_dims(config)
+    query, value = config.model.attention.head_dims
     if unsupported is None and query != value:
         return (
             f"takes one head dim (q and k: {query}, v: {value}; "
@@ -44,7 +44,7 @@ def merged(config: Config, host: Host) -> str | None:
 
 def _flash(config: Config, host: Host) -> str | None:
     """Return why torch's flash kernels for segments can't run; None: they can."""
-    attention, widest = config.model.attention, max(head_dims(config))
+    attention, widest = config.model.attention, max(config.model.attention.head_dims)
     unsupported = _narrow_gpu(host) or _old_torch(host)
     if unsupported:
         return unsupported
@@ -59,7 +59,7 @@ def _flash(config: Config, host: Host) -> str | None:
 
 def flex(config: Config, host: Host) -> str | None:
     """Return why kernels that torch compiles around masks and scores can't run; None: they can."""
-    least = min(head_dims(config))
+    least = min(config.model.attention.head_dims)
     unsupported = _narrow_gpu(host) or _parts_of_rows(config, ("all_gather", "heads"))
     unsupported = unsupported or old_triton(host)
     if unsupported:
@@ -67,15 +67,6 @@ def flex(config: Config, host: Host) -> str | None:
     if least < LEAST_FLEX:
         return f"takes head dims of at least {LEAST_FLEX} ({least})"
     return None
-
-
-def head_dims(config: Config) -> tuple[int, int]:
-    """Return the head dims of queries and keys, and of values."""
-    attention = config.model.attention
-    if attention.kind == "mla":
-        query = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-        return query, attention.v_head_dim
-    return attention.head_dim, attention.head_dim
 
 
 def _narrow_gpu(host: Host) -> str | None:

@@ -293,7 +293,7 @@ def buffer_bytes(model: ModelConfig, counts: Mapping[str, int], store: int = 4) 
     found = 0
     for kind, layers in counts.items():
         owner = KINDS.get(kind[0]) or FEATURES.get(kind)
-        numbers, integers = owner.buffers(model, kind) if owner else (0, 0)
+        numbers, integers = owner.buffer_numbers(model, kind) if owner else (0, 0)
         found += layers * (numbers * store + integers * 8)
     return found
 
