@@ -328,7 +328,7 @@ class _Maker:
     ) -> tuple[Sequence[Operator], Sequence[Operator]]:
         """Return attention, a scan or a recurrence; `mixed`: its FLOPs a token."""
         own, model = self.own, self.config.model
-        if not mixed or kind[0] in "EF":
+        if not mixed or KINDS[kind[0]].context is None:
             return [], []
         if self._chooses(kind):
             return attention_products(layer_model(model, kind), own)
