@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from checkpointing.recompute import BlockRecompute, Check, Replays, Store, StreamHandoff, stay
+from checkpointing.recompute import BlockRecompute, Replays, Store, StreamHandoff, stay
 from megacpp.blocks.hyper_connections.groups import InGroup, places_in_groups
+from megacpp.blocks.kinds import KINDS
 from megacpp.blocks.m2rnn.module import M2RNNScan
 from megacpp.config.checks.fp8 import fp8_blocks
 from megacpp.config.schema import CheckpointingPolicy, Config
@@ -155,7 +156,7 @@ def set_recompute(
             handoff = after = None if place.closes else StreamHandoff()
             chosen = chosen | (READS if place.closes else MIXES)
         if chosen or (everything and not last):
-            check = check_of(model.letters[layer])
+            check = KINDS[model.letters[layer]].compared
             store = stores(block)
             recompute = BlockRecompute(chosen, replays, store, everything, check, before, after)
             give(block, recompute)
@@ -174,15 +175,6 @@ def _recompute_by_transformer_engine(model: HybridLM, config: Config) -> None:
     for key, block in model.blocks.items():
         if int(key) in layers and "block" in getattr(block.recompute, "regions", ()):
             give(block, TransformerEngineRecompute())
-
-
-def check_of(letter: str) -> Check:
-    """Return how strictly a recomputed region is compared with its first run.
-
-    Some libraries sum the rows of experts in another order, which may change what follows; E blocks
-    aren't compared.
-    """
-    return "none" if letter == "E" else "default"
 
 
 def give(block: nn.Module, recompute: Recompute) -> None:

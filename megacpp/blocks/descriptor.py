@@ -220,6 +220,7 @@ class BlockKind:
         allocations: settings that the bytes of its forward and backward depend on.
         policy_checks: broken rules of `recompute`, whether or not the pattern has the kind.
         regions: (policy, model) -> recompute regions that the policy selects, `norm` apart.
+        compared: how strictly a recomputed region is compared with its first run.
         whole: field of `CheckpointingPolicy` that recomputes the whole block if it is `full`;
             empty: no field does.
         last_product: multiply-adds a token of the output projection that a recomputed block skips.
@@ -254,6 +255,7 @@ class BlockKind:
     multiply_adds: Callable[[ModelConfig, int], float]
     allocations: AllocationSettings
     regions: Callable[[CheckpointingPolicy, ModelConfig], set[Region]]
+    compared: Literal["default", "none"] = "default"
     whole: str = ""
     policy_checks: Callable[[Config], Iterator[ConfigError]] = lambda config: iter(())
     last_product: Callable[[ModelConfig], float] = lambda model: 0.0
