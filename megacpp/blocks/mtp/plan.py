@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megacpp.blocks.attention.config import SparseAttentionConfig
-from megacpp.blocks.engram.config import EngramConfig
-from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
 from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.config.schema import ModelConfig
 
@@ -18,12 +15,13 @@ def block_model(model: ModelConfig) -> ModelConfig:
 
     The depth stays, so that projections into the residual stream start as small as elsewhere.
     """
+    off = ModelConfig()
     return replace(
         model,
-        attention=replace(model.attention, sparse=SparseAttentionConfig()),
+        attention=replace(model.attention, sparse=off.attention.sparse),
         mlp=replace(model.mlp, hidden_dim=hidden_width(model)),
-        engram=EngramConfig(),
-        mhc=HyperConnectionConfig(),
+        engram=off.engram,
+        mhc=off.mhc,
     )
 
 
