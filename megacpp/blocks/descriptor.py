@@ -27,19 +27,9 @@ if TYPE_CHECKING:
 Group = Literal["muon", "adamw", "vector"]
 Rate = Literal["lr", "embed_lr", "head_lr", "vector_lr"]
 
-
 # (sizes of a rank, its parts, each with whether it is recomputed whole) -> mesh axis, name and
 # bytes of what travels in one microbatch.
 Sends = Callable[["LocalShapes", Sequence[tuple[str, bool]]], Iterator[tuple[str, str, int]]]
-
-
-def nothing_sent(
-    own: LocalShapes, parts: Sequence[tuple[str, bool]]
-) -> Iterator[tuple[str, str, int]]:
-    """Yield nothing: layouts and exchanges describe all that travels."""
-    return iter(())
-
-
 BY_TOKEN = "it goes from token to token"
 LOSS_BUFFERS = 7  # of losses: a scale, and a sum for each term (megacpp/model/auxiliary.py)
 
@@ -260,7 +250,7 @@ class BlockKind:
     policy_checks: Callable[[Config], Iterator[ConfigError]] = lambda config: iter(())
     last_product: Callable[[ModelConfig], float] = lambda model: 0.0
     shared_bytes: Callable[[LocalShapes, Collection[str], bool], int] = lambda own, kinds, s: 0
-    sends: Sends = nothing_sent
+    sends: Sends = lambda own, parts: iter(())
     replayed: Callable[[Config, str, frozenset[Region]], float] = lambda config, kind, regions: 0.0
     region_multiply_adds: Callable[[Region, ModelConfig, int], float] = lambda region, m, t: 0.0
     recurrent: bool = False
@@ -342,7 +332,7 @@ class ModelFeature:
     taps: Callable[[ModelConfig], int] = lambda model: 0
     buffer_numbers: Callable[[ModelConfig, str], tuple[int, int]] = lambda model, part: (0, 0)
     shared_bytes: Callable[[LocalShapes, Collection[str]], int] = lambda own, kinds: 0
-    sends: Sends = nothing_sent
+    sends: Sends = lambda own, parts: iter(())
     mixers: str = ""
     hashes: bool = False
 

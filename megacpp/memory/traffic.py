@@ -308,7 +308,7 @@ def _stages(own: LocalShapes, place: Place, stages: Stages) -> Iterator[Sent]:
     config, mesh, micro = own.config, own.config.mesh, own.config.train.grad_accum
     if mesh.pp == 1:
         return
-    parts = stage_parts(config.model, mesh, own.stage)
+    parts = own.stage_parts
     both = mesh.pp_schedule in BOTH_WAYS
     # The two at the bottom of a V send each other nothing.
     here = set() if both else {part.index for part in parts}

@@ -42,14 +42,10 @@ def shared_bytes(own: LocalShapes, kinds: Collection[str], saved: bool) -> int:
 
 def _choices(own: LocalShapes, kinds: Collection[str]) -> int:
     """Return the number of key choices kept with the documents: of layers here, and received."""
-    from megacpp.model.stages import stage_parts  # which imports the descriptors
-
     if own.warms_up or not any(kind.startswith("A.") for kind in kinds):
         return 0
-    made, mesh = sum("A.index" in kind for kind in own.kinds), own.config.mesh
-    if mesh.pp == 1:
-        return made
-    return made + sum(part.reads for part in stage_parts(own.config.model, mesh, own.stage))
+    received = sum(part.reads for part in own.stage_parts)
+    return received + sum("A.index" in kind for kind in own.kinds)
 
 
 def sends(own: LocalShapes, parts: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, str, int]]:

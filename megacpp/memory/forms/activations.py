@@ -17,7 +17,6 @@ from megacpp.config.schema import Config
 from megacpp.memory.block_trace import HOST, INPUT
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts, traced_kept
-from megacpp.model.stages import stage_parts
 
 Saved = tuple[TracedPart, bool]  # and whether its output waits on the host
 RECEIVED = "received"  # the residual stream that another stage sent
@@ -133,9 +132,8 @@ def _parts(own: LocalShapes) -> list[TracedPart]:
     first, last = ([outer[name] for name in of(model)] for of in (entrance, exit_parts))
     if mesh.pp == 1:
         return [*first, *layers, *last]
-    stages = stage_parts(model, mesh, own.stage)
-    found = [TracedPart((RECEIVED,)) for stage in stages if not stage.first]
-    for stage in stages:
+    found = [TracedPart((RECEIVED,)) for stage in own.stage_parts if not stage.first]
+    for stage in own.stage_parts:
         found += first if stage.first else []
         found += [layers[layer] for layer in stage.layers]
         found += last if stage.last else []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megacpp.config.checks.fp8 import fp8_letters
 from megacpp.config.schema import Config
 from megacpp.model.pattern import layer_kinds, warms_up
-from megacpp.model.stages import stage_parts
+from megacpp.model.stages import StagePart, stage_parts
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
@@ -148,10 +148,15 @@ class LocalShapes:
     @property
     def layers(self) -> list[int]:
         """Numbers of this rank's layers."""
-        model, mesh = self.config.model, self.config.mesh
-        if mesh.pp == 1:
-            return list(range(model.depth))
-        return [layer for part in stage_parts(model, mesh, self.stage) for layer in part.layers]
+        if self.config.mesh.pp == 1:
+            return list(range(self.config.model.depth))
+        return [layer for part in self.stage_parts for layer in part.layers]
+
+    @property
+    def stage_parts(self) -> list[StagePart]:
+        """Stages of this rank; none without a pipeline."""
+        mesh = self.config.mesh
+        return stage_parts(self.config.model, mesh, self.stage) if mesh.pp > 1 else []
 
     @property
     def kinds(self) -> list[str]:

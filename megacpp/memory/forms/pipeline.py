@@ -32,7 +32,6 @@ from megacpp.model.stages import (
     SPLIT_BACKWARD,
     V_SHAPED,
     microbatches_through,
-    stage_parts,
     stages_per_rank,
 )
 
@@ -160,7 +159,7 @@ class PipelineState:
         for late, other, stage in zip(self.late, reversed(self.late), stages, strict=True):
             if waiting(stage) and not any(x.late and x.kind != "mtp" for x in stage):
                 late += other[:1]
-        parts = stage_parts(own.config.model, own.config.mesh, own.stage)
+        parts = own.stage_parts
         received = [at_bottom(own) and place == 0 for place in range(len(parts))]
         self.returned = [
             self.stream * (not part.last and not counted)
@@ -307,8 +306,7 @@ def rank_actions(own: LocalShapes) -> list[tuple[int, str]]:
     """
     from megacpp.cli.schedule import pipeline_actions
 
-    mesh, model = own.config.mesh, own.config.model
-    parts = stage_parts(model, mesh, own.stage)
+    mesh, parts = own.config.mesh, own.stage_parts
     places = {part.index: place for place, part in enumerate(parts)}
     both = mesh.pp_schedule in BOTH_WAYS
     rank = min(own.stage, mesh.pp - 1 - own.stage) if both else own.stage
@@ -340,13 +338,11 @@ def buffer_bytes(own: LocalShapes) -> int:
     """Return bytes that a rank's stages receive: inputs from the left, gradients from the right."""
     if own.config.mesh.pp == 1:
         return 0
-    config, mesh = own.config, own.config.mesh
-    one = own.stream_bytes
-    parts = stage_parts(config.model, mesh, own.stage)
     inputs = gradients = microbatches(own)
-    if BUFFERS_ON_RECEIPT and mesh.pp_schedule in ("gpipe", "1f1b"):
+    if BUFFERS_ON_RECEIPT and own.config.mesh.pp_schedule in ("gpipe", "1f1b"):
         gradients = 1
-    return sum((not p.first) * inputs + (not p.last) * gradients for p in parts) * one
+    found = sum((not p.first) * inputs + (not p.last) * gradients for p in own.stage_parts)
+    return found * own.stream_bytes
 
 
 def answered_gradients(own: LocalShapes) -> list[dict[int, int] | None]:
@@ -358,8 +354,8 @@ def answered_gradients(own: LocalShapes) -> list[dict[int, int] | None]:
     from megacpp.cli.schedule import pipeline_actions
     from megacpp.speed.pipeline import answered
 
-    config, parts = own.config, stage_parts(own.config.model, own.config.mesh, own.stage)
-    looped, actions = len(parts) > 1, pipeline_actions(config)
+    parts, actions = own.stage_parts, pipeline_actions(own.config)
+    looped = len(parts) > 1
     found = [answered(actions, part.index) if looped else {} for part in parts]
     return [
         None if part.first or (place and at_bottom(own)) else {m: len(few) for m, few in of.items()}
