@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from megacpp.blocks.features import FEATURES
 from megacpp.blocks.hyper_connections.groups import stream_groups
@@ -31,7 +32,6 @@ from megacpp.model.stages import (
     as_scheduled,
     choice_bytes,
     microbatches_through,
-    stage_parts,
 )
 
 RESHARD_ABOVE_BYTES = 1 << 30  # as parallel/fsdp.py has it
@@ -78,21 +78,13 @@ def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
         own, place = LocalShapes.on_rank(config, size, rank), Place.on_rank(config, size, rank)
         stages = kinds_of(config, size, rank)
         kinds = [kind for stage in stages for kind in stage]
-        recomputed = _recomputed(own, kinds)
-        again = [regions >= BLOCK for regions in recomputed]
-        in_fp8 = _in_fp8(config, size, rank)
-        gathered = in_fp8 if config.precision.fp8_all_gather else [frozenset[str]()] * len(in_fp8)
-        for found in (
-            _data_axes(own, place, stages, gathered),
-            _tensor_axis(own, place, kinds, recomputed),
-            _scales(own, kinds, again, in_fp8),
-            _own_exchanges(own, kinds, again),
-            _context_axis(own, kinds, again),
+        for axis, what, count in chain(
+            _data_axes(own, place, stages),
+            _of_blocks(own, place, kinds),
             _stages(own, place, stages),
             _optimizer(own, place, kinds),
         ):
-            for axis, what, count in found:
-                parts[axis, what] += count
+            parts[axis, what] += count
     return Traffic(dict(+parts))
 
 
@@ -106,18 +98,20 @@ def carried(config: Config, size: int) -> Counter[tuple[str, str]]:
     config = _of_each_stage(config)
     own, place = LocalShapes.on_rank(config, size, 0), Place.on_rank(config, size, 0)
     kinds = [kind for stage in kinds_of(config, size, 0) for kind in stage]
+    parts: Counter[tuple[str, str]] = Counter()
+    for axis, what, count in _of_blocks(own, place, kinds):
+        parts[axis, what] += count
+    return parts
+
+
+def _of_blocks(own: LocalShapes, place: Place, kinds: Sequence[str]) -> Iterator[Sent]:
+    """Yield what the parts of a rank send themselves."""
     recomputed = _recomputed(own, kinds)
     again = [regions >= BLOCK for regions in recomputed]
-    parts: Counter[tuple[str, str]] = Counter()
-    for found in (
-        _tensor_axis(own, place, kinds, recomputed),
-        _scales(own, kinds, again, _in_fp8(config, size, 0)),
-        _own_exchanges(own, kinds, again),
-        _context_axis(own, kinds, again),
-    ):
-        for axis, what, count in found:
-            parts[axis, what] += count
-    return parts
+    yield from _tensor_axis(own, place, kinds, recomputed)
+    yield from _scales(own, kinds, again)
+    yield from _own_exchanges(own, kinds, again)
+    yield from _context_axis(own, kinds, again)
 
 
 def _of_each_stage(config: Config) -> Config:
@@ -126,26 +120,20 @@ def _of_each_stage(config: Config) -> Config:
     return replace(config, train=replace(config.train, grad_accum=through))
 
 
-def _in_fp8(config: Config, size: int, rank: int) -> list[frozenset[str]]:
+def _in_fp8(own: LocalShapes) -> list[frozenset[str]]:
     """Return, for each layer of a rank in order, the names of weights that multiply in FP8."""
-    mesh, found = config.mesh, fp8_weights(config)
-    layers = range(config.model.depth)
-    if mesh.pp > 1:
-        parts = stage_parts(config.model, mesh, rank // (size // mesh.pp))
-        layers = [layer for part in parts for layer in part.layers]
-    return [found.get(layer, frozenset()) for layer in layers]
+    found = fp8_weights(own.config)
+    return [found.get(layer, frozenset()) for layer in own.layers]
 
 
-def _data_axes(
-    own: LocalShapes, place: Place, stages: Stages, in_fp8: Sequence[frozenset[str]]
-) -> Iterator[Sent]:
+def _data_axes(own: LocalShapes, place: Place, stages: Stages) -> Iterator[Sent]:
     """Yield parameters that FSDP2 gathers, and gradients that it reduces."""
-    layers = iter(in_fp8)
+    layers = iter(_in_fp8(own))
     config, mesh = own.config, own.config.mesh
     times = config.train.grad_accum if config.train.gradient_sync == "each" else 1
     again = gathers_again(own, place, stages)
     for kind in (kind for stage in stages for kind in stage):
-        eight = next(layers) if kind[0] in KINDS else ()
+        eight = next(layers) if kind[0] in KINDS and config.precision.fp8_all_gather else ()
         if kind == "head" and config.model.tie_embeddings and any("embed" in s for s in stages):
             continue
         for weight in weights(config.model, kind, config.recompute.compress):
@@ -249,12 +237,7 @@ def _tensor_axis(
     yield "tp", "gradients", partial * own.wide
 
 
-def _scales(
-    own: LocalShapes,
-    kinds: Sequence[str],
-    again: Sequence[bool],
-    in_fp8: Sequence[frozenset[str]],
-) -> Iterator[Sent]:
+def _scales(own: LocalShapes, kinds: Sequence[str], again: Sequence[bool]) -> Iterator[Sent]:
     """Yield maxima that ranks of `tp` agree on, for scales of rows and columns in FP8.
 
     They are of tokens and of the weight's other dim: in the forward where the weight's columns are
@@ -264,7 +247,7 @@ def _scales(
     precision, micro = own.config.precision, own.config.train.grad_accum
     if own.tp == 1 or precision.fp8_recipe == "tensorwise":
         return
-    layers, wide = iter(in_fp8), precision.fp8_recipe == "rowwise_with_gw_hp"
+    layers, wide = iter(_in_fp8(own)), precision.fp8_recipe == "rowwise_with_gw_hp"
     for kind, anew in zip(kinds, again, strict=True):
         eight = next(layers) if kind[0] in KINDS else ()
         for weight in weights(own.config.model, kind):

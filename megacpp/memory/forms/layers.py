@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megacpp.config.schema import Config
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parts import NO_FORM, OUTER, forms_of
 from megacpp.memory.forms.peak_point import PeakPoint
@@ -14,7 +13,7 @@ from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts
 from megacpp.memory.forms.units import TORCH, PartUnits, Unit
 from megacpp.memory.forms.weights import COPY
 from megacpp.model.pattern import masked
-from megacpp.model.stages import SPLIT_BACKWARD, stage_parts, walks_once
+from megacpp.model.stages import SPLIT_BACKWARD, walks_once
 
 WALKS_APART = (2, 13)  # torch from which on a backward is split: parallel/pipeline.py
 NO_UNIT = Unit(1, 0, 0, 0, 0, 0)
@@ -40,7 +39,7 @@ def layers_of(
     traced, layers_of_model = outer_parts(model), layer_parts(config)
     number = iter(own.layers)
     named: list[list[tuple[str, int, TracedPart | None, bool]]] = []
-    splits = stages_that_split(config, own.stage)
+    splits = stages_that_split(own)
     for part, split in zip(stages, splits, strict=True):
         made, stage = set[bool](), list[tuple[str, int, TracedPart | None, bool]]()
         for kind in part:
@@ -136,19 +135,13 @@ def _within(stages: list[list[Layer]], room: int) -> list[list[Layer]]:
     return stages
 
 
-def stages_that_split(config: Config, stage: int) -> list[bool]:
-    """Return, for each stage of a rank, whether its backward is two walks over its layers.
-
-    Args:
-        config: resolved.
-        stage: coordinate of the rank on `pp`.
-    """
-    model, mesh = config.model, config.mesh
+def stages_that_split(own: LocalShapes) -> list[bool]:
+    """Return, for each stage of a rank, whether its backward is two walks over its layers."""
+    model, mesh = own.config.model, own.config.mesh
     if mesh.pp == 1:
         return [False]
     split = mesh.pp_schedule in SPLIT_BACKWARD and TORCH >= WALKS_APART
-    parts = stage_parts(model, mesh, stage)
-    return [split and not part.first and not walks_once(model, mesh, part) for part in parts]
+    return [split and not x.first and not walks_once(model, mesh, x) for x in own.stage_parts]
 
 
 def root_unit(stages: Sequence[Sequence[Layer]]) -> Unit:
