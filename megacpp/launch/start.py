@@ -42,7 +42,7 @@ from megacpp.run.corpus import (
     vocabulary_lines,
 )
 from megacpp.run.hang import group_timeout
-from megacpp.run.harness import find_tasks
+from megacpp.run.harness import load_tasks
 from megacpp.run.kernel_check import verify_kernels
 from megacpp.run.metrics import device_peak_flops
 from megacpp.run.predicted import Prediction, check_mfu, foresee
@@ -64,7 +64,7 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
         device: device of this rank.
 
     Raises:
-        DataError: the corpus is missing or damaged.
+        DataError: the corpus is missing or damaged, or a task can't be loaded.
         ConfigError: corpus, device, sinks, first weights, kernels or memory don't suit the
             configuration.
         CheckpointError: tensors of the first weights aren't those of the model.
@@ -83,8 +83,10 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
     check_sinks(resolved.config)
     tasks = task_names(resolved.config.run.tasks)
     check_code_tasks(tasks, corpus.tokenizer, "run.tasks")
-    if others := [task for task in tasks if task not in CODE_TASKS]:
-        find_tasks(others, "run.tasks")
+    others = [task for task in tasks if task not in CODE_TASKS]
+    with peers.agree("tasks"):
+        if others and peers.rank == 0:  # which evaluates them
+            load_tasks(others, "run.tasks")
     if resolved.config.checkpoint.init:
         from megacpp.interop.start import check_start  # imports every map of names
 

@@ -184,27 +184,19 @@ def run_tasks(
     Raises:
         MegacppError: lm-eval isn't installed.
         ConfigError: no such task.
-        DataError: the documents of a task can't be had.
+        DataError: a task or its documents can't be loaded.
     """
     evaluator: Any = _imported("lm_eval.evaluator")
-    names, known = find_tasks(tasks, key)
-    try:
-        return evaluator.simple_evaluate(
-            model=lm,
-            tasks=names,
-            num_fewshot=fewshot,
-            limit=limit,
-            task_manager=known,
-            bootstrap_iters=0,
-            log_samples=True,
-        )
-    except BrokenPipeError:  # of the output, and a ConnectionError as well
-        raise
-    except (ConnectionError, FileNotFoundError) as error:  # datasets has kinds of both
-        raise DataError(
-            f"{key}={','.join(names)}: the documents can't be had ({one_line(error)}). Fix: check "
-            "the network and the task's data; what was downloaded before stays in HF_HOME."
-        ) from None
+    loaded, known = load_tasks(tasks, key)
+    return evaluator.simple_evaluate(
+        model=lm,
+        tasks=loaded,
+        num_fewshot=fewshot,
+        limit=limit,
+        task_manager=known,
+        bootstrap_iters=0,
+        log_samples=True,
+    )
 
 
 def evaluated(
@@ -265,6 +257,34 @@ def find_tasks(tasks: Sequence[str], key: str = "tasks") -> tuple[list[str], Any
         near = "give a name of lm-eval (`lm-eval ls tasks`), or a YAML file of a task"
         raise config_error(key, unknown[0], "no such task", _similar(unknown[0]) or near)
     return names, known
+
+
+def load_tasks(tasks: Sequence[str], key: str = "tasks") -> tuple[list[Any], Any]:
+    """Return tasks and groups with their documents, and lm-eval's manager that loaded them.
+
+    Args:
+        tasks: names that lm-eval knows, YAML files of tasks, or folders of them.
+        key: setting that names the tasks, for messages.
+
+    Raises:
+        MegacppError: lm-eval isn't installed.
+        ConfigError: no such task.
+        DataError: a task or its documents can't be loaded.
+    """
+    names, known = find_tasks(tasks, key)
+    loaded: dict[str, Any] = {}
+    for name in names:
+        try:
+            found = known.load([name])
+            group = found["groups"].get(name)
+            loaded |= {name: group} if group else found["tasks"]
+            known.load([*loaded.values()])  # tells whether two of them have a task in common
+        except Exception as error:  # templates, metrics and `datasets` have errors of their own
+            raise DataError(
+                f"{key}={name}: the task can't be loaded ({one_line(error)}). Fix: check its file, "
+                "its data and the network; what was downloaded before stays in HF_HOME."
+            ) from None
+    return list(loaded.values()), known
 
 
 def figures_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:

@@ -17,6 +17,7 @@ Records observe the run; only a rewind changes its state.
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -207,9 +208,22 @@ class Records:
             return self.held_out.evaluate(step)
 
     def run_tasks(self, step: int) -> None:
-        """Record the figures of `run.tasks` after a step; every rank calls it."""
+        """Record the figures of `run.tasks` after a step; every rank calls it.
+
+        An evaluation that fails ends no run: a line names the tasks and the error.
+        """
         with self.clock.span("evaluation"):
-            self.log.tasks(step, self.tasks.evaluate())
+            figures, run = self.tasks.evaluate(), self.launch.config.run
+        if not self.tasks.failed:
+            return self.log.tasks(step, figures)
+        asks = f"megacpp eval {shlex.quote(run.dir)} --tasks {shlex.quote(run.tasks)}"
+        self.log.warn(
+            [
+                f"step {step + 1}: warning: run.tasks={run.tasks}: can't be evaluated "
+                f"({self.tasks.failed}); the run goes on. Fix: correct the tasks and evaluate them "
+                f"afterwards, `{asks}`; --run.tasks '' leaves them out."
+            ]
+        )
 
     def _catch_up(self, step: int) -> None:
         """Make the evaluations after a step of this run that a stop came before."""

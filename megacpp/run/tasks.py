@@ -11,9 +11,7 @@ as no row does. The copy is on the main rank's device, and the memory estimate c
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from megacpp.run.harness import Subject, dropless, evaluated, figures_of
 from megacpp.state.export import whole_copy
 from megacpp.state.rng import rng_state, set_rng_state
 from megacpp.terminal.progress import counted
+from megacpp.urls import one_line
 
 ROW_TOKENS, BATCH = 4096, 16  # as `megacpp eval` has them
 
@@ -44,6 +43,9 @@ class Tasks:
         is_main: this rank evaluates.
         of_sum: sums over all ranks, in place.
         alive: tells the watch over hangs that this rank makes progress.
+
+    Attributes:
+        failed: type and first line of the error that ended the last evaluation; empty: none did.
     """
 
     def __init__(
@@ -57,28 +59,31 @@ class Tasks:
     ) -> None:
         self.model, self.corpus, self.config = model, corpus, config
         self.is_main, self.of_sum, self.alive = is_main, of_sum, alive
-        self.device = next(model.parameters()).device
+        self.device, self.failed = next(model.parameters()).device, ""
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Return figures by task and metric on the main rank, else nothing; every rank calls it.
 
-        Generators of random numbers are left as they were.
+        Generators of random numbers are left as they were. An error of a task is kept in `failed`.
         """
         copy = whole_copy(self.model, self.config.model, self.device)
         if copy is None:
             while self._more(False):
                 self.alive()
             return {}
-        state = rng_state()
+        state, self.failed = rng_state(), ""
         try:
             return self._figures(copy)
+        except BrokenPipeError:  # of the output
+            raise
+        except Exception as error:  # tasks and their libraries have errors of their own
+            self.failed = one_line(error)
+            return {}
         finally:
             set_rng_state(state)
             self._more(False)
 
     def _figures(self, copy: Any) -> dict[str, dict[str, float]]:
-        cache = Path(self.config.run.dir).absolute() / "eval" / "datasets"
-        os.environ.setdefault("HF_DATASETS_CACHE", str(cache))
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         length = self.config.model.attention.max_seq_len
         model = dropless(copy)

@@ -166,10 +166,18 @@ def test_documents_that_cant_be_had_are_one_line(
         command = ["eval", str(home / "run"), "--tasks", str(tmp_path / f"{name}.yaml")]
         assert main([*command, "--out", str(tmp_path / "out.json")]) == 3
         line = capsys.readouterr().err.splitlines()[-1]
-        assert re.match(
-            r"error: tasks=lines: the documents can't be had \(.*\)\. Fix: check ", line
-        )
+        said = r"error: tasks=lines: the task can't be loaded \(.*\)\. Fix: check "
+        assert re.match(said, line)
         assert not (tmp_path / "out.json").exists()
+
+
+def test_a_task_whose_template_fails_is_one_line(home: Path, tmp_path: Path, capsys: Any) -> None:
+    text = (home / "tasks" / "lines.yaml").read_text()
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(re.sub("doc_to_text: .*", 'doc_to_text: "{{ lacking.part }}"', text))
+    assert main(["eval", str(home / "run"), "--tasks", str(wrong)]) == 3
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: tasks=lines: the task can't be loaded (UndefinedError: ")
 
 
 def test_a_full_disk_takes_the_samples_and_not_the_figures(home: Path, capsys: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,57 @@ def test_mistakes_are_found_before_the_first_step(
     done = start(corpus, tmp_path / "run", *flags)
     assert done.returncode == 2 and done.stderr.startswith(f"error: {said}")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_data_of_tasks_are_loaded_before_the_first_step(
+    corpus: Path, tasks: Path, tmp_path: Path
+) -> None:
+    text = (tasks / "cloze.yaml").read_text()
+    lost = tmp_path / "lost.yaml"
+    lost.write_text(text.replace("rows.jsonl", "gone.jsonl"))
+    done = start(corpus, tmp_path / "run", "--run.tasks", str(lost), ranks=2)
+    assert done.returncode == 3 and "step 1/4" not in done.stdout
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: run.tasks=cloze: the task can't be loaded (FileNotFoundError: ")
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_task_that_fails_ends_no_run(
+    corpus: Path,
+    tasks: Path,
+    plain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+) -> None:
+    """Its line comes again at the next evaluation; a start that has one to make goes on as well."""
+
+    def fails(*_: Any) -> dict[str, Any]:
+        raise KeyError("answer")
+
+    monkeypatch.setattr("megacpp.run.tasks.evaluated", fails)
+    files = str(tasks / "cloze.yaml")
+    flags = ["--run.tasks", files, "--run.tasks-every", "2"]
+    run = tmp_path / "run"
+    for resumed in (False, True):
+        done = start(corpus, run, *flags, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        said = [line for line in done.stdout.splitlines() if "can't be evaluated" in line]
+        assert len(said) == 2 and all(
+            line.startswith(
+                f"step {step}: warning: run.tasks={files}: can't be evaluated (KeyError"
+            )
+            and f"megacpp eval {run} --tasks {files}" in line
+            for step, line in zip((2, 4), said, strict=True)
+        )
+        assert not any("tasks" in row for row in records(run))
+        if not resumed:  # as if a stop had come before the evaluation of step 2
+            (run / "checkpoints/latest").unlink()
+            shutil.rmtree(run / "checkpoints/step-000004")
+    if ranks == 1:
+        ours, theirs = (folder / "final/model.safetensors" for folder in (run, plain))
+        assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_random_numbers_are_left_as_they_were(
