@@ -18,9 +18,9 @@ from megacpp.config.schema import Config
 from megacpp.run.health import Health, budget_spent, no_labels
 from megacpp.run.metrics import MetricsLog
 from megacpp.state.agreement import share
-from megacpp.state.checkpoint import newest_sound
+from megacpp.state.checkpoint import damage, newest_sound
 from megacpp.state.files import parsed, write_text
-from megacpp.state.published import LATEST, latest_text
+from megacpp.state.published import LATEST, candidates, latest_text, step_of
 from megacpp.state.soundness import corrupt_state
 from megacpp.state.training import TrainingState
 
@@ -49,7 +49,7 @@ class Rewinds:
 
     def __post_init__(self) -> None:
         self._target: Path | None = None
-        self._differs = ""
+        self._differs, self._calm = "", -1
         self.made: list[dict[str, Any]] = share(_read(self.folder / FILE), 0)
         again = [one for one in self.made if one["to"] == self.state.step]
         if again and self.state.loader is not None:
@@ -74,6 +74,8 @@ class Rewinds:
         train, left = self.config.train, self.config.train.rewinds - len(self.made)
         spent = self.state.bad_steps >= train.max_skips
         spiking = 0 < train.max_spikes <= self.health.spikes and left > 0
+        if not self.state.bad_steps and not self.health.spikes:
+            self._calm = self.state.step
         if not spent and not spiking and not differs:
             return False
         self.state.writer.wait()
@@ -98,6 +100,7 @@ class Rewinds:
         if self._differs:  # the same rows again: they aren't at fault
             read = state.loader.position
         rows, self.health.spikes = [state.loader.position, read], 0
+        state.bad_steps, self._calm = 0, state.step
         state.loader.skip_to(read)
         streak = f"{bad} bad steps in a row" if bad else f"{spikes} spikes in a row"
         why = self._differs or streak
@@ -108,6 +111,7 @@ class Rewinds:
             write_text(path.parent / LATEST, latest_text(path.name))  # later ones are given up
             with (self.folder / FILE).open("a") as file:
                 file.write(json.dumps(one) + "\n")
+            state.writer.saved(path)  # an upload names it as the latest at the URL, too
         self.log.go_back(state.step)
         left = self.config.train.rewinds - len(self.made)
         self.log.warn(
@@ -122,11 +126,20 @@ class Rewinds:
         """Return the newest sound checkpoint that may be gone back to.
 
         It is from before the streak, on the way that this run took, and no rewind has found it to
-        be bad from its start.
+        be bad from its start. One that a stop saved in an earlier streak is as good as others: that
+        streak was over by step `_calm`.
         """
         futile = {one["to"] for one in self.made if one["from"] - one["to"] <= one["streak"]}
         first = self.state.step - max(self.state.bad_steps, self.health.spikes)
-        return newest_sound(self.state.folder, lambda step: step <= first and step not in futile)
+        folder = self.state.folder
+        found = newest_sound(folder, lambda step: step <= first and step not in futile)
+        oldest = step_of(found) if found else -1
+        nearer = (
+            path
+            for path in share(candidates(folder), 0)
+            if oldest < (step := step_of(path)) < self._calm and step not in futile
+        )
+        return next((path for path in nearer if not damage(path)), found)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

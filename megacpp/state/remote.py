@@ -78,8 +78,7 @@ class RemoteRun:
             if STEP.fullmatch(folder):
                 found.setdefault(folder, {})[file] = info.get("size")
         whole = [name for name, files in found.items() if self._complete(name, files)]
-        named = name_in((self.read(f"checkpoints/{LATEST}") or b"").decode(errors="replace"))
-        return [path.name for path in in_order([Path(name) for name in whole], Path(named))]
+        return [path.name for path in in_order([Path(name) for name in whole], Path(self._named()))]
 
     def newer(self, folder: Path) -> str | None:
         """Return the newest checkpoint if it has a later step than those of a run folder.
@@ -131,7 +130,11 @@ class RemoteRun:
         """
         there, run = f"checkpoints/{path.name}", path.parent.parent
         total = self._send(path, there, "checkpoint", sent, lambda: self.upload_beside(run))
-        if total:
+        if (
+            total or retried(self._named) != path.name
+        ):  # a rewind goes back to one that is there already
+            if not total:
+                self.upload_beside(run)
             latest = latest_text(path.name).encode()
             retried(lambda: self._write(f"checkpoints/{LATEST}", latest))
             if keep:
@@ -293,6 +296,10 @@ class RemoteRun:
             return self.system.cat_file(f"{self.root}/{name}")
         except FileNotFoundError:
             return None
+
+    def _named(self) -> str:
+        """Return the checkpoint that `latest` names, or nothing."""
+        return name_in((self.read(f"checkpoints/{LATEST}") or b"").decode(errors="replace"))
 
     def _get(self, name: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -181,6 +181,57 @@ def test_a_rewound_run_that_is_killed_goes_on_from_where_it_went_back(
     assert one.read_bytes() == two.read_bytes()
 
 
+def test_a_new_machine_goes_on_from_where_a_rewind_went_back(corpus: Path, tmp_path: Path) -> None:
+    """Stopped after the bad steps 7 and 8; the next start's rewind is the last that the URL saw."""
+    pytest.importorskip("fsspec")
+    begin, go_back = Records.begin, Records.go_back
+    flags = ["--train.rewinds", "2", "--checkpoint.remote", f"file://{tmp_path}/store"]
+
+    def told(records: Records, step: int) -> None:
+        records.stop.heard = "SIGTERM" if step == 7 else ""
+        begin(records, step)
+
+    def lost(records: Records) -> None:
+        go_back(records)
+        uploads = records.state.writer.uploads
+        assert uploads is not None and uploads._thread is not None
+        uploads._thread.join()
+        os._exit(1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        spoil(patch, BAD)
+        for name, act, code in (("begin", told, 75), ("go_back", lost, 1)):
+            with patch.context() as one_start:
+                one_start.setattr(Records, name, act)
+                done = run(corpus, tmp_path / "run", *flags)
+            assert done.returncode == code, done.stderr
+        done = run(corpus, tmp_path / "new", *flags)
+        assert done.returncode == 0 and "fetching step-000006 from file:" in done.stdout
+        assert run(corpus, tmp_path / "whole", *flags[:2]).returncode == 0
+    one, two = (tmp_path / name / "final/model.safetensors" for name in ("new", "whole"))
+    assert one.read_bytes() == two.read_bytes() and len(rewinds(tmp_path / "new")) == 1
+
+
+def test_a_stop_in_a_streak_that_passed_is_gone_back_to(corpus: Path, tmp_path: Path) -> None:
+    """The stop after step 5 saved the only checkpoint, and that step was bad; steps 7 to 9 are."""
+    folder, begin = tmp_path / "run", Records.begin
+
+    def told(records: Records, step: int) -> None:
+        records.stop.heard = "SIGTERM" if step == 4 else ""
+        begin(records, step)
+
+    flags = "--train.rewinds 1 --checkpoint.every 100".split()
+    with pytest.MonkeyPatch.context() as patch:
+        spoil(patch, {8, *BAD})
+        with patch.context() as one_start:
+            one_start.setattr(Records, "begin", told)
+            assert run(corpus, folder, *flags).returncode == 75
+        done = run(corpus, folder, *flags)
+    assert done.returncode == 0, done.stderr
+    saved = folder / "checkpoints/step-000005"
+    assert f"step 9: 3 bad steps in a row: back to {saved}, rows 10 to 17 are skip" in done.stdout
+
+
 def test_rewinds_are_bounded(corpus: Path, tmp_path: Path) -> None:
     """All rows from 12 on are bad: back once, back further, then the run ends."""
     folder = tmp_path / "run"
