@@ -9,6 +9,7 @@ import re
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,6 +107,16 @@ def suffix(path: Path) -> str:
     return whole or path.name
 
 
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise a DataError that names a file for an OSError of reading it."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise DataError(f"{path}: cannot be read ({why}). Fix: check the file.") from None
+
+
 def json_records(path: Path) -> str:
     """Return `array` or `lines` for a `.json` file that holds records, else nothing.
 
@@ -113,7 +124,7 @@ def json_records(path: Path) -> str:
     """
     if suffix(path) != ".json":
         return ""
-    with path.open("rb") as file:
+    with readable(path), path.open("rb") as file:
         first = file.read(SNIFFED).removeprefix(BOM_UTF8).lstrip()
         if first[:1] == b"[":
             return "array" if first[1:].lstrip()[:1] == b"{" else ""
@@ -192,7 +203,7 @@ def no_text(path: Path) -> str:
 
     UTF-8 is checked when the file is read.
     """
-    with path.open("rb") as file:
+    with readable(path), path.open("rb") as file:
         first = file.read(SNIFFED)
     return UTF16 if first.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else NO_TEXT * (b"\0" in first)
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megacpp.data.conversations import FIX, is_conversation, messages_of
-from megacpp.data.files import LINE_BYTES, LINES, PACKED, json_records, suffix
+from megacpp.data.files import LINE_BYTES, LINES, PACKED, json_records, readable, suffix
 from megacpp.data.streams import stream_records
 from megacpp.errors import DataError, did_you_mean
 from megacpp.urls import STREAMED
@@ -52,7 +52,7 @@ def read_file(path: Path, field: str, longest: int) -> Iterator[SourceDocument]:
     Raises:
         DataError: unreadable file, broken record, missing or non-text field.
     """
-    try:
+    with readable(path):
         if str(path).startswith(STREAMED):
             yield from _cut_texts(_stream(str(path), field), longest)
         elif suffix(path) in (".parquet", ".arrow"):
@@ -63,15 +63,11 @@ def read_file(path: Path, field: str, longest: int) -> Iterator[SourceDocument]:
             yield from _cut_texts(_json_array(path, field), longest)
         elif tool := PACKED.get(suffix(path)):
             raise DataError(
-                f"{path}: is a packed text, and of packed files only .jsonl.gz and .jsonl.zst are "
-                f"read. Fix: unpack it, `{tool} {shlex.quote(str(path))}`."
+                f"{path}: is a packed text, and of packed files only .jsonl and .ndjson with .gz "
+                f"or .zst are read. Fix: unpack it, `{tool} {shlex.quote(str(path))}`."
             )
         else:
             yield from _text_file(path, longest)
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror or error}). Fix: check the file."
-        ) from None
 
 
 def _cut_texts(documents: Iterator[SourceDocument], longest: int) -> Iterator[SourceDocument]:
@@ -375,6 +371,8 @@ def _present(field: str, names: Iterable[object], where: str, what: str) -> str:
             known = [name for name in known if isinstance(names[name], str)]
         fix = f"choose --field ({did_you_mean(field or FIELDS[0], known)})"
         fix = fix if known else "write the text as a field of the record: it has none of its own"
+        if ".json " in where:  # --globs took it, perhaps for its characters
+            fix += "; a copy named .txt is learned as it stands"
         raise DataError(f"{where}: has no {what} {wanted}. Fix: {fix}.")
     return found
 

@@ -174,9 +174,22 @@ def test_a_json_file_without_records(tmp_path: Path) -> None:
         ("bad.json", r"bad.json: no valid JSON"),
         ("mixed.json", r"mixed.json record 2: is not a JSON object"),
         ("none.json", r"none.json record 1: has no field 'text' or 'content'. Fix: choose --field"),
+        ("none.json", r"; a copy named .txt is learned as it stands\.$"),
     ):
         with pytest.raises(DataError, match=rule):
             list(read_items(find_source(str(folder / name))))
+
+
+@pytest.mark.parametrize("name", ["bad.json", "bad.txt"])
+def test_a_file_that_cant_be_read_is_one_of_the_data(tmp_path: Path, name: str) -> None:
+    """A disk that fails, as reading the unmapped start of a process's memory does."""
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    for source, globs in ((tmp_path / name, ()), (tmp_path, (f"*{name[3:]}",))):
+        with pytest.raises(DataError) as caught:
+            list(read_items(find_source(str(source), globs)))
+        assert str(caught.value) == (
+            f"{tmp_path / name}: cannot be read (Input/output error). Fix: check the file."
+        )
 
 
 def test_packed_texts_are_refused_by_name(tmp_path: Path) -> None:
@@ -185,8 +198,8 @@ def test_packed_texts_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         list(read_items(find_source(str(folder / "my text.txt.gz"))))
     assert str(caught.value) == (
-        f"{folder}/my text.txt.gz: is a packed text, and of packed files only .jsonl.gz and "
-        f".jsonl.zst are read. Fix: unpack it, `gunzip -k '{folder}/my text.txt.gz'`."
+        f"{folder}/my text.txt.gz: is a packed text, and of packed files only .jsonl and "
+        f".ndjson with .gz or .zst are read. Fix: unpack it, `gunzip -k '{folder}/my text.txt.gz'`."
     )
     source = find_source(str(folder))
     assert [f.name for f in source.files] == ["b.txt"]
