@@ -40,6 +40,7 @@ from megacpp.kernels.experts.fp8 import Fp8Products
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.precision import check_fp8_device
 from megacpp.model.regions import Region
+from megacpp.torch_extras import quiet_import
 
 R = TypeVar("R")
 
@@ -191,7 +192,9 @@ def _by_torchao(
     from dataclasses import replace
 
     from torch.distributed.tensor import DTensor
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    with quiet_import():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     from checkpointing.fp8_shards import shard_in_fp8
 

@@ -11,10 +11,6 @@ another mesh blocks may start elsewhere; those are rounded once more.
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -22,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megacpp.errors import config_error
-from megacpp.torch_extras import is_dtensor, local_part
+from megacpp.torch_extras import is_dtensor, local_part, quiet_import
 from optim.adamw import adamw_kernel
 
 Bits = Literal["8bit", "4bit"]
@@ -136,7 +132,7 @@ def like(whole: Tensor, local: Tensor) -> Tensor:
 
 def _packed_class(bits: Bits) -> Any:
     try:
-        with _quiet_import():
+        with quiet_import():
             from torchao.optim import subclass_4bit, subclass_8bit
     except ImportError as error:
         raise config_error(
@@ -169,25 +165,6 @@ def _pack(own: Tensor, new: Tensor) -> None:
             tried_Nb = (tried_Nb[:, ::2] << 4) | tried_Nb[:, 1::2]
         codes_Nb[exact_N] = tried_Nb[exact_N].to(torch.uint8)
         state.scale[exact_N] = scale_N[exact_N]
-
-
-@contextmanager
-def _quiet_import() -> Iterator[None]:
-    """Silence torchao's warnings: GPU extensions that don't load, and how its sources are written.
-
-    None of the extensions is used. Python 3.12 and later warns of escapes when it compiles a file.
-    """
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _pieces(packed: Tensor) -> list[Tensor]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -218,3 +220,13 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         check_fp8_device(config_with(), torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     check_fp8_device(config_with(), torch.device("cuda"))
+
+
+def test_nothing_of_torchao_is_printed() -> None:
+    """Its extensions for other versions of torch don't load, and none of them is used."""
+    command = "speed moe_small --world 8 --gpu H100 --precision.fp8 torchao --model.depth 8"
+    done = subprocess.run(
+        [sys.executable, "-m", "megacpp", *command.split()], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "rounding to FP8" in done.stdout
+    assert done.stderr == ""

@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_leaves
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config
 from megacpp.state.training import TrainingState
-from megacpp.torch_extras import local_part
+from megacpp.torch_extras import local_part, quiet_import
 from optim import low_bit
-from optim.low_bit import BLOCKS, Bits, _quiet_import, is_packed
+from optim.low_bit import BLOCKS, Bits, is_packed
 from optim.muon_adamw import MuonAdamW
 from parallel.simulate.fake import fake_tensors
 from tests.ranks import run_ranks
@@ -223,7 +223,7 @@ def test_a_run_may_change_how_it_keeps_them(dtype: torch.dtype, tmp_path: Path) 
 def test_importing_torchao_leaves_logs_and_warnings_alone() -> None:
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     before = [logger.level for logger in loggers], list(warnings.filters)
-    with _quiet_import():
+    with quiet_import():
         assert not any(logger.isEnabledFor(logging.WARNING) for logger in loggers)
         warnings.filterwarnings("ignore", message="as torchao does")
     assert ([logger.level for logger in loggers], list(warnings.filters)) == before

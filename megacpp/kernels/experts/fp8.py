@@ -34,6 +34,7 @@ from megacpp.kernels.experts.grouped_mm import (
     products,
     sizes_of,
 )
+from megacpp.torch_extras import quiet_import
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -128,11 +129,12 @@ def _(x_SD: Tensor, *_: Any) -> Tensor:
 
 def _on_hardware(x_SD: Tensor, weights_EDF: Sequence[Tensor], counts_E: Counts) -> list[Tensor]:
     """Run torchao's `_to_fp8_rowwise_then_scaled_grouped_mm` without its backward."""
-    from torchao.prototype.moe_training.kernels import (
-        triton_fp8_colwise_3d_scale_and_cast,
-        triton_fp8_rowwise_2d_scale_and_cast,
-        triton_fp8_rowwise_3d_transpose_rhs,
-    )
+    with quiet_import():
+        from torchao.prototype.moe_training.kernels import (
+            triton_fp8_colwise_3d_scale_and_cast,
+            triton_fp8_rowwise_2d_scale_and_cast,
+            triton_fp8_rowwise_3d_transpose_rhs,
+        )
 
     experts = len(weights_EDF[0])
     if len(x_SD) == 0:
@@ -166,7 +168,8 @@ def _on_hardware(x_SD: Tensor, weights_EDF: Sequence[Tensor], counts_E: Counts) 
 
 def _outer_on_hardware(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts: int) -> Tensor:
     """Return the weight gradient of FP8 products; sums over a group's slots, a scale per column."""
-    from torchao.prototype.moe_training.kernels import triton_fp8_per_group_colwise_scales_dual
+    with quiet_import():
+        from torchao.prototype.moe_training.kernels import triton_fp8_per_group_colwise_scales_dual
 
     if len(left_SF) == 0:
         return left_SF.new_zeros(experts, left_SF.shape[1], right_SD.shape[1])
