@@ -11,6 +11,7 @@ from typing import Literal
 from megacpp.cli.weights import find_tokenizer, load_model, run_folder
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
+from megacpp.terminal.screen import print_sample
 
 NEW = "/new"  # a line that forgets what was said
 
@@ -69,11 +70,11 @@ def chat(args: ChatArgs) -> int:
         if len(ids) > room:
             rule = f"leaves {room} tokens for a message of {len(ids)}"
             raise config_error("max-tokens", args.max_tokens, rule, "write a shorter message")
-        text, show = TextStream(tokenizer), partial(print, end="", flush=True)
+        text, show = TextStream(tokenizer), partial(print_sample, end="")
         continue_texts(
             model, tokenizer, [ids], [text], args.max_tokens, sampling, show, template.end
         )
-        print(text.end(), flush=True)
+        print_sample(text.end())
         said.append({"role": "assistant", "content": text.text})
         sampling = replace(sampling, seed=sampling.seed + 1)
     return 0

@@ -15,6 +15,7 @@ from megacpp.cli.weights import find_tokenizer, find_weights, load_model, run_fo
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
 from megacpp.state.local_copy import shown
+from megacpp.terminal.screen import print_sample
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def sample(args: SampleArgs) -> int:
     ids_of = [ids or [tokenizer.specials.bos] for ids in begun]
     live = len(prompts) == 1 and not args.json
     if live:
-        print(prompts[0], end="", flush=True)
+        print_sample(prompts[0], end="")
     began, new, fed = time.perf_counter(), 0, 0
     for first in range(0, len(prompts), args.batch):
         texts = [TextStream(tokenizer, stops) for _ in ids_of[first : first + args.batch]]
@@ -89,7 +90,7 @@ def sample(args: SampleArgs) -> int:
             texts,
             args.max_tokens,
             dataclasses.replace(sampling, seed=sampling.seed + first),
-            partial(print, end="", flush=True) if live else None,
+            partial(print_sample, end="") if live else None,
         )
         seconds = time.perf_counter() - from_here
         for row, (ids, text) in enumerate(zip(made, texts, strict=True)):
@@ -108,10 +109,10 @@ def sample(args: SampleArgs) -> int:
             if args.json:
                 print(json.dumps(report), flush=True)
             elif live:
-                print(rest)
+                print_sample(rest)
             else:
                 print(f"---- {first + row + 1} of {len(prompts)} ----")
-                print(prompts[first + row] + text.text, flush=True)
+                print_sample(prompts[first + row] + text.text)
     if not args.json:
         speed = fed / (time.perf_counter() - began)
         line = f"{new} tokens after {fed - new}, {speed:.1f} tokens/s"

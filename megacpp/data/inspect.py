@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megacpp.data.batches import IGNORED
 from megacpp.data.corpus import Corpus
+from megacpp.terminal.screen import visible
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 IGNORED_MARK = "×"  # after a token whose label is ignored
-CONTROL = re.compile(r"[\x00-\x08\x0B-\x1F\x7F]")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def row_text(view: RowView, corpus: Corpus) -> Text:
     names, begin = corpus.tokenizer.special_names, corpus.tokenizer.specials.bos
 
     def flush() -> None:
-        text.append(CONTROL.sub(_picture, corpus.tokenizer.decode(plain)))
+        text.append(visible(corpus.tokenizer.decode(plain)))
         plain.clear()
 
     for i in range(len(view.ids) - view.padding):
@@ -107,9 +106,3 @@ def _view(corpus: Corpus, split: str, number: int) -> RowView:
         padding=padding,
         target_bytes=sum(len(corpus.tokenizer.id_bytes[label]) for label in targets),
     )
-
-
-def _picture(control: re.Match[str]) -> str:
-    """Return the Unicode control picture of a control character."""
-    code = ord(control[0])
-    return chr(0x2421 if code == 0x7F else 0x2400 + code)

@@ -19,7 +19,7 @@ from megacpp.config.schema import Config
 from megacpp.data.compressors import compressor_bars
 from megacpp.run.sinks import Setting, Sink, open_sinks, tagged
 from megacpp.state.files import parsed, rows_by_step
-from megacpp.terminal.screen import columns, wrapped
+from megacpp.terminal.screen import columns, print_sample, wrapped
 from megacpp.terminal.screen import duration as duration
 
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets (for MFU).
@@ -163,7 +163,7 @@ class MetricsLog:
         """Print generated text and store it in the sinks."""
         if not self.active:
             return
-        print(f"---- sample ----\n{text}\n----", flush=True)
+        print_sample(f"---- sample ----\n{text}\n----")
         for sink in self._sinks:
             sink.text("sample", text, step)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megacpp.errors import config_error
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 PLAIN = 80  # columns of a file, a pipe or an unknown terminal
 NARROWEST = 40
 INTERRUPTED, NOBODY_READS = 130, 141  # exit codes after Ctrl-C, and after `| head`
@@ -52,6 +53,25 @@ def nobody_reads(error: BaseException) -> bool:
 def columns() -> int:
     """Return the columns of the output: COLUMNS if it is set, else the terminal's, else 80."""
     return max(NARROWEST, shutil.get_terminal_size((PLAIN, 24)).columns)
+
+
+def visible(text: str) -> str:
+    """Return text with pictures of control codes beside line breaks and tabs.
+
+    So a text can't control the terminal. Codes without a picture become replacement characters.
+    """
+    return CONTROL.sub(_picture, text)
+
+
+def _picture(control: re.Match[str]) -> str:
+    """Return the Unicode control picture of a control character."""
+    code = ord(control[0])
+    return chr(0x2400 + code if code < 0x20 else 0x2421 if code == 0x7F else 0xFFFD)
+
+
+def print_sample(text: str, end: str = "\n") -> None:
+    """Print text of a model at once; on a terminal control codes become `visible`."""
+    print(visible(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def wrapped(text: str, indent: str = "  ", first: str = "") -> list[str]:

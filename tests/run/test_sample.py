@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,18 @@ def test_text_and_json_agree(run_folder: Path, capsys: pytest.CaptureFixture[str
     assert report["tokens"] <= 12 and report["ended"] == (report["tokens"] < 12)
     assert command(capsys, *words)[1] == text
     assert command(capsys, *words[:-1], "6")[1] != text
+
+
+def test_a_text_cant_control_the_terminal(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (str(run_folder), "--prompt", "a\x1b[2J\t\x9b\x7f", "--max-tokens", "1")
+    assert command(capsys, *words)[1].startswith("a\x1b[2J\t\x9b\x7f"), "a file has it as it is"
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["sample", *words]) == 0
+    assert terminal.getvalue().startswith("a\u241b[2J\t\ufffd\u2421")
 
 
 def test_the_prompt_begins_a_document(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
