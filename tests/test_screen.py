@@ -232,8 +232,13 @@ def test_refused_before_the_work(
 def test_a_run_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     check_folder("run.dir", tmp_path / "new" / "run")
-    with pytest.raises(ConfigError, match=r"^run\.dir=.*/file/run: can't be made below "):
-        check_folder("run.dir", tmp_path / "file" / "run")
+    for path, rule in (
+        (tmp_path / "file" / "run", rf"can't be made below {tmp_path}/file, which is a file\. "),
+        (tmp_path / "file", r"is a file\. "),
+        (tmp_path / ("long" * 99), r"is no path \(file name too long\)\. "),
+    ):
+        with pytest.raises(ConfigError, match=rf"^run\.dir=.*: {rule}Fix: choose a folder"):
+            check_folder("run.dir", path)
 
 
 # ---- without torch ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Literal
 from megacpp.cli.weights import find_tokenizer, load_model, run_folder
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
-from megacpp.terminal.screen import print_sample
+from megacpp.terminal.samples import print_sample
 
 NEW = "/new"  # a line that forgets what was said
 

@@ -139,9 +139,9 @@ def _watched(meshes: Sequence[MeshConfig]) -> Iterable[MeshConfig]:
 
 def _asked(args: PlanArgs, words: list[str], machine: GpuSpec | None) -> Asked:
     """Read the command line; every mistake is one line."""
+    written = read_run([*words, *(["--data.seq-len", str(args.seq)] if args.seq else [])])
     if args.world is None and not args.sweep:
         raise config_error("world", "", "is needed: number of devices", "write --world 8")
-    written = read_run([*words, *(["--data.seq-len", str(args.seq)] if args.seq else [])])
     config = written.config
     check(_alone(config), 1)
     gib = config.memory.device_gib or (machine.hbm_gib if machine else 0)

@@ -15,7 +15,7 @@ from megacpp.cli.weights import find_tokenizer, find_weights, load_model, run_fo
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
 from megacpp.state.local_copy import shown
-from megacpp.terminal.screen import print_sample
+from megacpp.terminal.samples import print_sample
 
 
 @dataclass(frozen=True)

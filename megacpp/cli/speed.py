@@ -20,7 +20,7 @@ from megacpp.speed.cost import Cost
 from megacpp.speed.hardware import GpuSpec, Rates, gpu, gpus
 from megacpp.speed.pipeline import KNOWN
 from megacpp.speed.step import MEASURED, NOT_MODELLED, StepTime, StepWork
-from megacpp.terminal.screen import labelled, table, wrapped
+from megacpp.terminal.screen import check_writable, labelled, table, wrapped
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _draw(path: Path, work: StepWork, machine: GpuSpec) -> None:
     """Write the timeline of a step.
 
     Raises:
-        ConfigError: another ending, or a folder that doesn't exist.
+        ConfigError: another ending, a folder that doesn't exist, or a file that can't be written.
     """
     from megacpp.speed.timeline import chrome, svg, timeline
 
@@ -121,6 +121,7 @@ def _draw(path: Path, work: StepWork, machine: GpuSpec) -> None:
     if path.suffix not in forms or not path.parent.is_dir():
         rule = "must be a file .json or .svg in a folder that exists"
         raise config_error("timeline", path, rule, "write --timeline step.json")
+    check_writable("timeline", path)
     path.write_text(forms[path.suffix](timeline(work, machine, Rates())))
 
 

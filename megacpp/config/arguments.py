@@ -6,6 +6,7 @@ Unknown flags and unreadable values are errors of one line. No torch import.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import sys
 import typing
@@ -33,6 +34,7 @@ from megacpp.terminal.screen import NOBODY_READS, end_on_interrupt, nobody_reads
 Parsed = TypeVar("Parsed")
 Default = TypeVar("Default")
 GIVEN = ("command line", "config file")  # sources of explicit settings
+LIKE_OWN = 0.7  # similarity at which an unknown word is a misspelt flag of the command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,16 +245,20 @@ def exit_on_error(error: MegacppError, own: bool = False) -> typing.NoReturn:
     raise SystemExit(error.exit_code)
 
 
-def split_args(cls: type[Parsed], argv: Sequence[str]) -> tuple[Parsed, list[str]]:
+def split_args(
+    cls: type[Parsed], argv: Sequence[str], alone: bool = False
+) -> tuple[Parsed, list[str]]:
     """Return `cls` from its own flags and positional words, and the remaining words.
 
     Raises:
-        ConfigError: a value that can't be read or is out of range, or one that is missing.
+        ConfigError: a value that can't be read or is out of range, or one that is missing; first a
+            remaining word, if `cls` is `alone`.
     """
     settings = settings_of(cls, top=True)
     kinds = {key: one.kind for key, one in settings.items()}
     places = [key for key, one in settings.items() if one.positional]
     left, values, rest = list(argv), {}, []
+    leaves = {key.rpartition(".")[2] for key in leaf_types(Config)}
     while left:
         word = left.pop(0)
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
@@ -266,11 +272,19 @@ def split_args(cls: type[Parsed], argv: Sequence[str]) -> tuple[Parsed, list[str
             values[place] = read_value(place, kinds[place], word)
             del places[0]
         elif not word.startswith("--") or key not in kinds:
+            of_a_run = not word.startswith("--") or name in leaves
+            if not of_a_run and (close := difflib.get_close_matches(name, kinds, 1, LIKE_OWN)):
+                fix = f"did you mean '{settings[close[0]].flag}'"
+                raise ConfigError(
+                    f"{shortened(word.partition('=')[0])}: no such setting. Fix: {fix}."
+                )
             rest.append(word)
         else:
             own = [word, *(_value_words(kinds[key], left) if "=" not in word else ())]
             values |= dict(read_flags(own, kinds))
             places = [place for place in places if place != key]
+    for _ in read_flags(rest if alone else (), kinds):
+        pass  # the first word is refused
     for key, one in settings.items():
         if key in values and (error := one.broken(values[key])):
             raise error
@@ -297,10 +311,7 @@ def parse_args(cls: type[Parsed], argv: Sequence[str]) -> Parsed:
     Raises:
         ConfigError: as `split_args`, or an unknown word.
     """
-    args, rest = split_args(cls, argv)
-    for _ in read_flags(rest, {k: one.kind for k, one in settings_of(cls, top=True).items()}):
-        pass  # the first word is refused
-    return args
+    return split_args(cls, argv, alone=True)[0]
 
 
 def take_value(arguments: list[str], flag: str, default: Default) -> str | Default:

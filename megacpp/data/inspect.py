@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megacpp.data.batches import IGNORED
 from megacpp.data.corpus import Corpus
-from megacpp.terminal.screen import visible
+from megacpp.terminal.samples import visible
 
 if TYPE_CHECKING:
     from rich.text import Text

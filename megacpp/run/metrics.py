@@ -19,7 +19,8 @@ from megacpp.config.schema import Config
 from megacpp.data.compressors import compressor_bars
 from megacpp.run.sinks import Setting, Sink, open_sinks, tagged
 from megacpp.state.files import parsed, rows_by_step
-from megacpp.terminal.screen import columns, print_sample, wrapped
+from megacpp.terminal.samples import print_sample
+from megacpp.terminal.screen import columns, wrapped
 from megacpp.terminal.screen import duration as duration
 
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets (for MFU).

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from megacpp.errors import config_error
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 PLAIN = 80  # columns of a file, a pipe or an unknown terminal
 NARROWEST = 40
 INTERRUPTED, NOBODY_READS = 130, 141  # exit codes after Ctrl-C, and after `| head`
@@ -53,25 +52,6 @@ def nobody_reads(error: BaseException) -> bool:
 def columns() -> int:
     """Return the columns of the output: COLUMNS if it is set, else the terminal's, else 80."""
     return max(NARROWEST, shutil.get_terminal_size((PLAIN, 24)).columns)
-
-
-def visible(text: str) -> str:
-    """Return text with pictures of control codes beside line breaks and tabs.
-
-    So a text can't control the terminal. Codes without a picture become replacement characters.
-    """
-    return CONTROL.sub(_picture, text)
-
-
-def _picture(control: re.Match[str]) -> str:
-    """Return the Unicode control picture of a control character."""
-    code = ord(control[0])
-    return chr(0x2400 + code if code < 0x20 else 0x2421 if code == 0x7F else 0xFFFD)
-
-
-def print_sample(text: str, end: str = "\n") -> None:
-    """Print text of a model at once; on a terminal control codes become `visible`."""
-    print(visible(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def wrapped(text: str, indent: str = "  ", first: str = "") -> list[str]:
@@ -180,7 +160,13 @@ def check_folder(key: str, path: Path) -> None:
     Raises:
         ConfigError: the nearest existing folder may not be written, or isn't a folder.
     """
-    there = next(one for one in (path, *path.absolute().parents) if one.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        rule = "may not be written" if there == path else f"can't be made below {there}"
-        raise config_error(key, path, rule, "choose a folder you may write")
+    try:
+        there = next(one for one in (path, *path.absolute().parents) if one.exists())
+        if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+            return
+    except OSError as error:  # a name that is too long, a loop of links
+        rule = f"is no path ({(error.strerror or '').lower()})"
+        raise config_error(key, path, rule, "choose a folder you may write") from None
+    rule = "may not be written" if there.is_dir() else "is a file"
+    rule = rule if there == path else f"can't be made below {there}, which {rule}"
+    raise config_error(key, path, rule, "choose a folder you may write")

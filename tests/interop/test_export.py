@@ -136,7 +136,7 @@ def test_a_folder_that_cant_be_written_is_refused_before_any_work(
     final = final_folder(tmp_path / "run", built(model_of("llama_tied_yarn")))
     (tmp_path / "file").touch()
     for out, rule in (
-        (tmp_path / "file" / "o", f"can't be made below {tmp_path / 'file'}"),
+        (tmp_path / "file" / "o", f"can't be made below {tmp_path / 'file'}, which is a file"),
         (tmp_path, "is there already"),
         (Path("/proc/o"), "can't be written (no such file or directory)"),
     ):
