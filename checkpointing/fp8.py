@@ -40,7 +40,7 @@ from megacpp.kernels.experts.fp8 import Fp8Products
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.precision import check_fp8_device
 from megacpp.model.regions import Region
-from megacpp.torch_extras import quiet_import
+from megacpp.quiet import quiet_import
 
 R = TypeVar("R")
 

@@ -10,9 +10,7 @@ torch's allocator of pinned memory keeps what a copy still reads.
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -153,22 +151,3 @@ def region(name: str) -> Iterator[None]:
         return
     with torch.profiler.record_function(name):
         yield
-
-
-@contextmanager
-def quiet_import() -> Iterator[None]:
-    """Silence torchao's warnings: GPU extensions that don't load, and how its sources are written.
-
-    None of the extensions is used. Python 3.12 and later warns of escapes when it compiles a file.
-    """
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megacpp.errors import config_error
-from megacpp.torch_extras import is_dtensor, local_part, quiet_import
+from megacpp.quiet import quiet_import
+from megacpp.torch_extras import is_dtensor, local_part
 from optim.adamw import adamw_kernel
 
 Bits = Literal["8bit", "4bit"]

@@ -109,7 +109,11 @@ def suffix(path: Path) -> str:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raise a DataError that names a file for an OSError of reading it."""
+    """Name a file in the error of reading it.
+
+    Raises:
+        DataError: in place of an OSError.
+    """
     try:
         yield
     except OSError as error:

@@ -17,7 +17,6 @@ Records observe the run; only a rewind changes its state.
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -213,17 +212,11 @@ class Records:
         An evaluation that fails ends no run: a line names the tasks and the error.
         """
         with self.clock.span("evaluation"):
-            figures, run = self.tasks.evaluate(), self.launch.config.run
-        if not self.tasks.failed:
-            return self.log.tasks(step, figures)
-        asks = f"megacpp eval {shlex.quote(run.dir)} --tasks {shlex.quote(run.tasks)}"
-        self.log.warn(
-            [
-                f"step {step + 1}: warning: run.tasks={run.tasks}: can't be evaluated "
-                f"({self.tasks.failed}); the run goes on. Fix: correct the tasks and evaluate them "
-                f"afterwards, `{asks}`; --run.tasks '' leaves them out."
-            ]
-        )
+            figures = self.tasks.evaluate()
+        if self.tasks.failed:
+            self.log.warn([f"step {step + 1}: warning: {self.tasks.failed}"])
+        else:
+            self.log.tasks(step, figures)
 
     def _catch_up(self, step: int) -> None:
         """Make the evaluations after a step of this run that a stop came before."""

@@ -11,6 +11,7 @@ as no row does. The copy is on the main rank's device, and the memory estimate c
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -45,7 +46,7 @@ class Tasks:
         alive: tells the watch over hangs that this rank makes progress.
 
     Attributes:
-        failed: type and first line of the error that ended the last evaluation; empty: none did.
+        failed: line about the error that ended the last evaluation; empty: none did.
     """
 
     def __init__(
@@ -77,11 +78,19 @@ class Tasks:
         except BrokenPipeError:  # of the output
             raise
         except Exception as error:  # tasks and their libraries have errors of their own
-            self.failed = one_line(error)
+            self.failed = self._advice(one_line(error))
             return {}
         finally:
             set_rng_state(state)
             self._more(False)
+
+    def _advice(self, why: str) -> str:
+        run = self.config.run
+        asks = f"megacpp eval {shlex.quote(run.dir)} --tasks {shlex.quote(run.tasks)}"
+        return (
+            f"run.tasks={run.tasks}: can't be evaluated ({why}); the run goes on. Fix: correct the "
+            f"tasks and evaluate them afterwards, `{asks}`; --run.tasks '' leaves them out."
+        )
 
     def _figures(self, copy: Any) -> dict[str, dict[str, float]]:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)

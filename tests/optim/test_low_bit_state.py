@@ -30,8 +30,9 @@ from torch.utils._pytree import tree_leaves
 
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config
+from megacpp.quiet import quiet_import
 from megacpp.state.training import TrainingState
-from megacpp.torch_extras import local_part, quiet_import
+from megacpp.torch_extras import local_part
 from optim import low_bit
 from optim.low_bit import BLOCKS, Bits, is_packed
 from optim.muon_adamw import MuonAdamW

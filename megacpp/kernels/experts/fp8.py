@@ -34,7 +34,7 @@ from megacpp.kernels.experts.grouped_mm import (
     products,
     sizes_of,
 )
-from megacpp.torch_extras import quiet_import
+from megacpp.quiet import quiet_import
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
