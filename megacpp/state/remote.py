@@ -130,11 +130,10 @@ class RemoteRun:
         """
         there, run = f"checkpoints/{path.name}", path.parent.parent
         total = self._send(path, there, "checkpoint", sent, lambda: self.upload_beside(run))
-        if (
-            total or retried(self._named) != path.name
-        ):  # a rewind goes back to one that is there already
-            if not total:
-                self.upload_beside(run)
+        target = not total and retried(self._named) != path.name  # of a rewind: it is there already
+        if target:
+            self.upload_beside(run)
+        if total or target:
             latest = latest_text(path.name).encode()
             retried(lambda: self._write(f"checkpoints/{LATEST}", latest))
             if keep:
