@@ -15,6 +15,7 @@ from megacpp.config.settings import setting
 from megacpp.errors import config_error
 from megacpp.memory.budget import BRIEF, GIB, as_planned, fullest, words
 from megacpp.memory.estimate import MemoryEstimate
+from megacpp.report.files import LAUNCH, read_launch
 from megacpp.speed.against import MeasuredRun, compare
 from megacpp.speed.cost import Cost
 from megacpp.speed.hardware import GpuSpec, Rates, gpu, gpus
@@ -78,7 +79,7 @@ def speed(args: SpeedArgs, given: list[str]) -> int:
     if args.price:
         print("\n".join(["", *wrapped(cost.words(found))]))
     if measured:
-        print("\n".join(["", *beside(measured)]))
+        print("\n".join(["", *beside(measured), *unlike(Path(args.against), args.world, machine)]))
     if args.timeline:
         print(f"\ntimeline of one rank: {args.timeline}")
     return 0
@@ -137,6 +138,25 @@ def beside(measured: MeasuredRun) -> list[str]:
     if not measured.parts:
         found += wrapped("  no profile: start the run with --run.profile 10:12 to see its parts")
     return found
+
+
+def unlike(folder: Path, size: int, machine: GpuSpec) -> list[str]:
+    """Return a line about a run that was made on another kind of device, or on other ranks.
+
+    Args:
+        folder: of the run.
+        size: number of ranks of the prediction.
+        machine: device of each.
+
+    Raises:
+        DataError: its launch record is damaged.
+    """
+    launch = read_launch(folder / LAUNCH)
+    device, ranks = launch.get("device") or machine.name, launch.get("world_size") or size
+    if (device == "cpu") == machine.on_host and ranks == size:
+        return []
+    rule = f"measured on {ranks} x {device}, predicted for {size} x {machine.name}"
+    return wrapped(f"  warning: {rule}: the difference says nothing about the prediction")
 
 
 def check_fp8(config: Config, machine: GpuSpec) -> None:

@@ -98,7 +98,11 @@ def test_a_run_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert largest[0] == ("products", pytest.approx(6.0), pytest.approx(15.0))
     assert [name for name, *_ in largest] == ["products", "idle", "communication"]
     assert main(["speed", "dense_110m", "--against", str(tmp_path)]) == 0
-    assert "predicted" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "predicted" in out and "warning" not in out
+    (tmp_path / "launch.json").write_text(json.dumps({"device": "cpu", "world_size": 2}))
+    assert main(["speed", "dense_110m", "--against", str(tmp_path)]) == 0
+    assert "warning: measured on 2 x cpu, predicted for 1 x" in capsys.readouterr().out
     assert main(["speed", "dense_110m", "--against", str(tmp_path / "none")]) == 2
     assert main(["speed", "dense_110m", "--timeline", str(tmp_path / "a.png")]) == 2
 
