@@ -47,6 +47,7 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("activations --policy x", 2, "policy=x: ", "one of none, selective, full"),
     ("activations --rank x", 2, "rank=x: ", "whole number"),
     ("memory trace --model.dim 1.5", 2, "model.dim=1.5: ", "whole number"),
+    ("show --memory.device-gib 80GB", 2, "memory.device_gib=80GB: ", "finite number of GiB"),
     ("plan", 2, "world=: is needed: number of devices", "write --world 8"),
     ("plan --world 131073", 2, "world=131073: ", "use --world 131072 or less"),
     ("plan --world 2", 2, "memory=: ", "write --memory 141GiB"),

@@ -14,6 +14,7 @@ from megacpp.errors import config_error, did_you_mean
 
 CLOSE = 0.6  # least similarity of a word to a choice: `fp8` isn't `fp64`
 LARGEST = 2**63 - 1  # largest integer that tensors, files and generators accept
+UNITS = "GiB", "MiB"  # that names of settings end with
 FEW = 12  # settings of a section that an error still lists
 # Choices that other trainers have and a setting doesn't -> why, and what to use.
 REFUSED = {
@@ -69,6 +70,7 @@ def read_value(key: str, kind: Any, text: str) -> Any:
     if typing.get_origin(kind) is tuple:
         return tuple(text.split(","))
     what = "a whole number" if kind is int else "a finite number"
+    what += next((f" of {unit}" for unit in UNITS if key.endswith(f"_{unit.lower()}")), "")
     wrong = config_error(key, text, f"must be {what}", "write digits")
     try:
         number = kind(text)  # 1_000 is a thousand, as in Python
