@@ -76,6 +76,10 @@ def sample(args: SampleArgs) -> int:
     model = load_model(run, args.checkpoint, args.device)
     begun = [[*tokenizer.opening, *(int(i) for i in tokenizer.encode(p))] for p in prompts]
     ids_of = [ids or [tokenizer.specials.bos] for ids in begun]
+    most, longest = model.config.attention.max_seq_len, max(map(len, ids_of)) + args.max_tokens
+    if longest > most and "A" in model.letters:
+        text = f"note: {longest:,} tokens are more than model.attention.max_seq_len={most:,}"
+        print(f"{text}: attention wasn't trained beyond", file=sys.stderr)
     live = len(prompts) == 1 and not args.json
     if live:
         print_sample(prompts[0], end="")

@@ -270,6 +270,17 @@ def test_the_prompt_begins_a_document(run_folder: Path, monkeypatch: pytest.Monk
     assert seen["stop_id"] == EOS and seen["num_ids"] == tokenizer.vocab_size
 
 
+def test_more_tokens_than_attention_learned_are_noted(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacpp.run.text_stream.generate", lambda *_, **more: [[]])
+    most = SMALL.attention.max_seq_len
+    for tokens, noted in ((most - 2, False), (most, True)):
+        note = command(capsys, str(run_folder), "--prompt", "i", "--max-tokens", str(tokens))[2]
+        assert ("model.attention.max_seq_len" in note) == noted
+        assert (f"{most + 2:,} tokens are more than" in note) == noted
+
+
 def test_a_checkpoint_instead_of_the_final_weights(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
