@@ -17,7 +17,7 @@ import torch
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config, MeshConfig, TrainConfig
 from megacpp.memory.forms.pipeline import in_flight
-from megacpp.model.stages import stages_per_rank
+from megacpp.model.stages import stage_parts, stages_per_rank
 from megacpp.speed.pipeline import from_torch
 from parallel.pipeline import SCHEDULES
 from parallel.simulate.schedule import torch_order
@@ -86,7 +86,8 @@ def test_no_rank_keeps_more_than_is_estimated(schedule: str) -> None:
         config = Config(mesh=mesh, train=TrainConfig(grad_accum=microbatches))
         for rank, actions in enumerate(from_torch(torch_order(schedule, ranks, microbatches))):
             kept = itertools.accumulate((a.kind == "F") - (a.kind in "BW") for a in actions)
-            own = SimpleNamespace(stage=rank, config=config)
+            parts = stage_parts(config.model, mesh, rank)
+            own = SimpleNamespace(stage=rank, config=config, stage_parts=parts)
             assert max(kept) <= sum(in_flight(own)), rank  # type: ignore[arg-type]
 
 
