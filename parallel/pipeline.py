@@ -224,7 +224,8 @@ class Pipeline:
         if ids:
             return torch.empty(rows, t, dtype=torch.int64, device="meta")
         if loss:
-            return torch.empty((), device="meta", requires_grad=True)  # it is sent nowhere
+            wide = torch.promote_types(self.dtype, torch.float32)  # torch 2.11 compares it
+            return torch.empty((), dtype=wide, device="meta", requires_grad=True)
         return torch.empty(
             self._hidden_shape(rows, tokens), dtype=self.dtype, device="meta", requires_grad=True
         )

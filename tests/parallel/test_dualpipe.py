@@ -16,7 +16,7 @@ import torch
 
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config, MeshConfig, TrainConfig
-from megacpp.memory.forms.pipeline import in_flight
+from megacpp.memory.forms.pipeline import APART, in_flight
 from megacpp.model.stages import stage_parts, stages_per_rank
 from megacpp.speed.pipeline import from_torch
 from parallel.pipeline import SCHEDULES
@@ -81,11 +81,12 @@ def test_every_action_is_planned_once(ranks: int, microbatches: int) -> None:
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if stages_per_rank(name) > 1])
 def test_no_rank_keeps_more_than_is_estimated(schedule: str) -> None:
+    ends = "BW" if APART else "BI"
     for ranks, microbatches in ((2, 4), (4, 8), (4, 16)):
         mesh = MeshConfig(pp=ranks, pp_schedule=schedule)  # type: ignore[arg-type]
         config = Config(mesh=mesh, train=TrainConfig(grad_accum=microbatches))
         for rank, actions in enumerate(from_torch(torch_order(schedule, ranks, microbatches))):
-            kept = itertools.accumulate((a.kind == "F") - (a.kind in "BW") for a in actions)
+            kept = itertools.accumulate((a.kind == "F") - (a.kind in ends) for a in actions)
             parts = stage_parts(config.model, mesh, rank)
             own = SimpleNamespace(stage=rank, config=config, stage_parts=parts)
             assert max(kept) <= sum(in_flight(own)), rank  # type: ignore[arg-type]
