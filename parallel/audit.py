@@ -138,7 +138,9 @@ class AuditedBoundary(AccumulationBoundary):
         """Put a watch on the reduction of every FSDP2 unit, in front of the guard's."""
         owners = {id(m): f"{name}." if name else "" for name, m in self.model.named_modules()}
         for unit in self.pipeline.units() if self.pipeline else self.units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            state: Any = unit._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.12 has one at most
+            for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
                 places = []
                 for p in group.fsdp_params:
                     if not p.sharded_param.requires_grad:
