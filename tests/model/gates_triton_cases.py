@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megacpp.kernels import triton_gates
-from megacpp.kernels.linears import gated, gated_linear
+from megacpp.kernels.gated import gated
+from megacpp.kernels.linears import gated_linear
 from megacpp.kernels.recurrent_gates import decay, gated_ranks, gated_residual, steps
 from tests.model.triton_interpreter import mend
 
