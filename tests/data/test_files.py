@@ -182,7 +182,7 @@ def test_a_json_file_without_records(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bad.json", "bad.txt"])
 def test_a_file_that_cant_be_read_is_one_of_the_data(tmp_path: Path, name: str) -> None:
-    """A disk that fails, as reading the unmapped start of a process's memory does."""
+    """Read as from a disk that fails: the start of a process's memory isn't mapped."""
     (tmp_path / name).symlink_to("/proc/self/mem")
     for source, globs in ((tmp_path / name, ()), (tmp_path, (f"*{name[3:]}",))):
         with pytest.raises(DataError) as caught:

@@ -69,7 +69,7 @@ def test_neighbours_on_one_rank_keep_what_they_hand_on(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["interleaved_zb", "zbv"])
 def test_two_walks_count_a_message_once(schedule: str) -> None:
-    """What a stage sends, receives or hands on is no part of its layers' walks, too."""
+    """Count what a stage sends, receives or hands on once, and not in its layers' walks too."""
     flags = f"tiny --train.device cpu --model.pattern F --model.depth 4 --model.dim 128 {SMALL}"
     flags += f" --mesh.pp 2 --mesh.pp-schedule {schedule} --recompute.fblock full"
     config = parse_run([*flags.split(), "--recompute.norms"], 2).config

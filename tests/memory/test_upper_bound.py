@@ -59,7 +59,7 @@ def test_no_allocator_reserves_more(size: int, flags: str) -> None:
 
 
 def test_no_rank_of_a_pipeline_takes_more() -> None:
-    """Streams weigh most: what gloo holds while it is sent is in a trace without peers, too."""
+    """Tensors that gloo holds while they are sent are in a trace without peers, too."""
     schedules = ("interleaved", "interleaved_zb", "zbv", "dualpipe")
     flags = f"{WIDE} {FEW} {MANY} {RECOMPUTED} --mesh.pp_schedule"
     configs = {s: parse_run(f"{flags} {s}".split(), 2).config for s in schedules}

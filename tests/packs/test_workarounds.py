@@ -148,7 +148,7 @@ def zero_bubble_recomputes_twice() -> bool:
 
 
 def sends_live_until_the_end() -> bool:
-    """What a rank has sent is alive behind the last action of its schedule."""
+    """Keep all that a rank has sent alive behind the last action of its schedule."""
 
     def alive(rank: int, _world: int) -> int:
         x, t = torch.ones(2, 2, requires_grad=True), torch.zeros(4, 2)

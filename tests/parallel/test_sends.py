@@ -1,4 +1,4 @@
-"""What a rank of a pipeline has sent is let go as its step goes on, by every schedule.
+"""Tensors that a rank of a pipeline has sent are let go as its step goes on, in every schedule.
 
 Forked gloo ranks, whose requests hold the tensors that they send.
 """

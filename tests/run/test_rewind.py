@@ -213,7 +213,7 @@ def test_a_new_machine_goes_on_from_where_a_rewind_went_back(corpus: Path, tmp_p
 
 
 def test_a_stop_in_a_streak_that_passed_is_gone_back_to(corpus: Path, tmp_path: Path) -> None:
-    """The stop after step 5 saved the only checkpoint, and that step was bad; steps 7 to 9 are."""
+    """Steps 7 to 9 are bad, and so was step 5, behind which a stop saved the only checkpoint."""
     folder, begin = tmp_path / "run", Records.begin
 
     def told(records: Records, step: int) -> None:
