@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,15 @@ from megacpp.state.manifest import Seen
 from megacpp.torch_extras import is_dtensor
 
 if TYPE_CHECKING:
-    from megacpp.run.preemption import StopRequest
     from megacpp.state.uploads import Uploads
 
 LONG = timedelta(days=1)  # a rank may wait so long for the slowest disk
+
+
+class HasHeard(Protocol):
+    """Request to leave after the current step: a `StopRequest`."""
+
+    heard: str
 
 
 class SaveThread:
@@ -37,7 +42,7 @@ class SaveThread:
     """
 
     def __init__(self) -> None:
-        self.stop: StopRequest | None = None
+        self.stop: HasHeard | None = None
         self.uploads: Uploads | None = None
         self.seen: Seen = {}
         self._error: BaseException | None = None
