@@ -33,6 +33,7 @@ from megacpp.config.mix import source_folders
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.model.precision import compute_dtype
+from megacpp.model.stage_actions import answered, from_torch
 from megacpp.model.stages import (
     BOTH_WAYS,
     SPLIT_BACKWARD,
@@ -41,7 +42,6 @@ from megacpp.model.stages import (
     stages_per_rank,
     walks_once,
 )
-from megacpp.speed.pipeline import answered, from_torch
 from parallel.context.layout import ContextLayout, share
 from parallel.dualpipe import ROOM, ScheduleDualPipe, number_of
 from parallel.handoff import ChoiceHandoff

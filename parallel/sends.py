@@ -6,7 +6,7 @@ that it has arrived; to wait for the send then costs nothing, and can't deadlock
 
     what a forward sends    answered by the gradient of its microbatch
     a gradient              answered by a later input, which the stage before has computed after
-                            the backward that used the gradient (`answered` of megacpp/speed)
+                            the backward that used the gradient (`answered`)
 
 Where all forwards come first no input follows a gradient, and a rank waits for each gradient before
 it sends the next, as 1F1B does in torch. That one sends and receives in one batch, by itself.

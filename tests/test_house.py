@@ -85,6 +85,7 @@ NO_TORCH = (
     "speed/operators.py",
     "speed/collectives.py",
     "speed/streams.py",
+    "model/stage_actions.py",
     "speed/pipeline.py",
     "speed/step.py",
     "speed/traced.py",

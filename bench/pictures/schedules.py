@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bench.pictures.svg import Drawing
+from megacpp.model.stage_actions import StageAction, from_torch
 from megacpp.model.stages import stages_per_rank
-from megacpp.speed.pipeline import StageAction, StageTime, from_torch, schedule, spans_of
+from megacpp.speed.pipeline import StageTime, schedule, spans_of
 from parallel.simulate.schedule import torch_order
 
 RANKS, MICROBATCHES, UNIT, ROW = 4, 8, 10, 19

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megacpp.config.schema import Config
+from megacpp.model.stage_actions import Actions, from_torch
 from megacpp.model.stages import BOTH_WAYS, as_scheduled, stage_parts, stages_per_rank, walks_once
-from megacpp.speed.pipeline import KNOWN, Actions, from_torch, schedule
+from megacpp.speed.pipeline import KNOWN, schedule
 
 
 def pipeline_actions(config: Config) -> Actions:

@@ -32,12 +32,12 @@ from megacpp.memory.traffic import gathers_again
 from megacpp.model.flops import ahead_flops, block_flops, train_flops_per_token
 from megacpp.model.pattern import layer_model
 from megacpp.model.regions import BLOCK, Region, layer_regions, regions_of
+from megacpp.model.stage_actions import Actions
 from megacpp.model.stages import as_scheduled, microbatches_through, stage_parts
 from megacpp.speed.collectives import AxisSpread
 from megacpp.speed.fp8 import in_fp8
 from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork
 from megacpp.speed.optimizer import optimizer_step
-from megacpp.speed.pipeline import Actions
 from megacpp.speed.sent import axes, between, block_transfers
 from megacpp.speed.sparse import attention_products, indexer_products
 from megacpp.speed.step import BlockWork, StepWork, Transfer

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from megacpp.model.stage_actions import Actions
 from megacpp.speed import collectives
 from megacpp.speed.collectives import AxisSpread
 from megacpp.speed.hardware import GpuSpec, Rates
 from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork, seconds
-from megacpp.speed.pipeline import Actions, StageTime, pipeline_seconds, simulate
+from megacpp.speed.pipeline import StageTime, pipeline_seconds, simulate
 from megacpp.speed.streams import UnitTime, fsdp_seconds
 from megacpp.speed.travel import SLOWED, Travel, added_seconds, travel_times
 

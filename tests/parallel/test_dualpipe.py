@@ -17,8 +17,8 @@ import torch
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config, MeshConfig, TrainConfig
 from megacpp.memory.forms.pipeline import APART, in_flight
+from megacpp.model.stage_actions import from_torch
 from megacpp.model.stages import stage_parts, stages_per_rank
-from megacpp.speed.pipeline import from_torch
 from parallel.pipeline import SCHEDULES
 from parallel.simulate.schedule import torch_order
 from tests.parallel.parity import Run, Trace, check, traces_of

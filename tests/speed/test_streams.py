@@ -8,13 +8,12 @@ from itertools import pairwise
 
 import pytest
 
+from megacpp.model.stage_actions import StageAction, from_torch
 from megacpp.speed.collectives import AxisSpread
 from megacpp.speed.hardware import Rates
 from megacpp.speed.operators import Passes, Product, SerialWork
 from megacpp.speed.pipeline import (
-    StageAction,
     StageTime,
-    from_torch,
     pipeline_seconds,
     schedule,
     simulate,

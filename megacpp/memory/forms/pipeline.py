@@ -27,6 +27,7 @@ from megacpp.memory.forms.simulation import (
     waiting,
 )
 from megacpp.memory.forms.units import TORCH, Unit
+from megacpp.model.stage_actions import answered
 from megacpp.model.stages import (
     BOTH_WAYS,
     SPLIT_BACKWARD,
@@ -167,7 +168,7 @@ class PipelineState:
         ]
 
     def run(self, place: int, kind: str) -> None:
-        """Simulate an action of a stage: `F`, `B`, `I` or `W` (megacpp/speed/pipeline.py), or `R`.
+        """Simulate an action of a stage: `F`, `B`, `I` or `W` (model/stage_actions.py), or `R`.
 
         `R` reduces its gradients.
         """
@@ -352,7 +353,6 @@ def answered_gradients(own: LocalShapes) -> list[dict[int, int] | None]:
     has one, until the next is sent (parallel/sends.py).
     """
     from megacpp.cli.schedule import pipeline_actions
-    from megacpp.speed.pipeline import answered
 
     parts, actions = own.stage_parts, pipeline_actions(own.config)
     looped = len(parts) > 1
