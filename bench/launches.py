@@ -132,13 +132,10 @@ def counted() -> Iterator[LaunchCounter]:
     """Yield the counter of what runs inside, on tensors without values."""
     from triton.runtime.jit import KernelInterface
 
-    from megacpp.kernels.m2rnn import triton as m2rnn_triton
-
     counter = LaunchCounter()
     with fake_tensors(memory=True, gpu=True), counter, ExitStack() as stack:
         for owner, name, instead in (
             (KernelInterface, "__getitem__", lambda *_: counter.kernel),
-            (m2rnn_triton.Launch, "_start", counter.kernel),
             (torch, "_fused_rms_norm", counter._rms_norm),
             (experts, "group_rows", group_rows),
             (m2rnn_chunks, "_Chunk", RECURRENCE),

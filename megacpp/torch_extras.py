@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -31,6 +31,17 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context without autocast, which the meta device never has.
+
+    Args:
+        x: any shape; its device.
+    """
+    kind = x.device.type
+    known = torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if known else nullcontext()
 
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:

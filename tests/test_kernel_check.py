@@ -9,7 +9,8 @@ from torch import Tensor
 from megacpp.blocks.m2rnn import module as m2rnn
 from megacpp.config.presets import tiny
 from megacpp.errors import ConfigError
-from megacpp.kernels.selection import OPERATIONS, Backend, BackendSelection, Operation
+from megacpp.kernels.operation import Backend, Operation
+from megacpp.kernels.selection import OPERATIONS, BackendSelection
 from megacpp.kernels.support import always
 from megacpp.run import kernel_check
 from megacpp.run.kernel_check import (

@@ -12,7 +12,8 @@ from megacpp.errors import ConfigError
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels, set_kernels
 from megacpp.kernels.chosen import choices, chosen_kernels, kernel_lines, kernel_record
 from megacpp.kernels.host import Host
-from megacpp.kernels.selection import OPERATIONS, Backend, Operation, choose, kernel_rules
+from megacpp.kernels.operation import Backend, Operation
+from megacpp.kernels.selection import OPERATIONS, choose, kernel_rules
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from parallel.build import build_model

@@ -23,7 +23,8 @@ from bench.gpu.steps import DOCUMENTS
 from megacpp.config.schema import Config
 from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
 from megacpp.kernels.chosen import host_of
-from megacpp.kernels.selection import OPERATIONS, Backend
+from megacpp.kernels.operation import Backend
+from megacpp.kernels.selection import OPERATIONS
 from megacpp.model.precision import compute_dtype
 from megacpp.run.kernel_check import Case, agreement, case_of, packed_documents
 

@@ -8,17 +8,18 @@ backends are in megacpp/kernels/.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from megacpp.blocks.features import mixer_letters
 from megacpp.config.schema import Config, KernelsConfig
 from megacpp.errors import ConfigError, config_error
-from megacpp.kernels.attention.support import flex, merged, varlen, varlen_padded
-from megacpp.kernels.gated_delta_rule.support import delta_rule_triton, fla
+from megacpp.kernels.attention.support import ATTENTION
+from megacpp.kernels.gated_delta_rule.support import GATED_DELTA_RULE
 from megacpp.kernels.host import Host, installed
-from megacpp.kernels.m2rnn.support import m2rnn_triton
-from megacpp.kernels.mamba3.support import mamba3_mimo, mamba3_siso, mamba3_triton, mimo_cost
+from megacpp.kernels.m2rnn.support import M2RNN
+from megacpp.kernels.mamba3.support import MAMBA3
+from megacpp.kernels.operation import Backend, Operation, definition
 from megacpp.kernels.support import (
     always,
     dotted,
@@ -31,41 +32,6 @@ from megacpp.versions import TORCH, TRITON
 
 # What torch's builds for GPUs come with.
 BROUGHT = {"torch": TORCH, "triton": TRITON[TORCH]}
-
-# Why a backend can't do its operation for a configuration on a host; None: it can.
-Support = Callable[[Config, Host], str | None]
-
-
-@dataclass(frozen=True)
-class Backend:
-    """Implementation of an operation.
-
-    Attributes:
-        name: in settings.
-        what: description, for tables.
-        unsupported_reason: why it can't run; None: it can.
-        by_itself: `auto` may take it. The definitions that others are tested against it may not.
-        cost: what it needs for this configuration beside its operation; empty: nothing.
-    """
-
-    name: str
-    what: str
-    unsupported_reason: Support
-    by_itself: bool = True
-    cost: Callable[[Config], str] = lambda config: ""
-
-
-@dataclass(frozen=True)
-class Operation:
-    """Hot operation: description, letters of blocks that run it (empty: every model), backends."""
-
-    what: str
-    letters: str
-    backends: tuple[Backend, ...]
-
-    def backend(self, name: str) -> Backend:
-        """Return the backend of that name."""
-        return next(b for b in self.backends if b.name == name)
 
 
 @dataclass(frozen=True)
@@ -99,62 +65,18 @@ class BackendSelection:
         return f"{self.backend} ({self.reason})"
 
 
-def _definition(what: str, unsupported_reason: Support = always) -> Backend:
-    return Backend("reference", what, unsupported_reason, by_itself=False)
-
-
 OPERATIONS: dict[str, Operation] = {
-    "attention": Operation(
-        "softmax(q k^T) v within documents",
-        "A",
-        (
-            Backend("varlen", "flash kernels over documents end to end", varlen),
-            Backend("flex", "kernels compiled around documents and soft cap", flex),
-            Backend("merged", "flash kernels for the parts of a ring, by log-sum-exp", merged),
-            Backend("varlen_padded", "varlen, v in the dim of q", varlen_padded, False),
-            Backend("torch", "scaled_dot_product_attention, a mask for packed rows", always),
-            _definition("one query after another", whole_rows),
-        ),
-    ),
-    "mamba3": Operation(
-        "the Mamba-3 scan",
-        "M",
-        (
-            Backend("mamba_ssm", "SISO: the Triton kernels of mamba-ssm", mamba3_siso),
-            Backend(
-                "tilelang", "MIMO: the TileLang kernels of mamba-ssm", mamba3_mimo, cost=mimo_cost
-            ),
-            Backend("triton", "SISO: a program for each chunk and head", mamba3_triton),
-            Backend("torch", "matrix products over chunks", always),
-            _definition("one token after another"),
-        ),
-    ),
-    "m2rnn": Operation(
-        "the M2RNN recurrence",
-        "R",
-        (
-            Backend("triton", "a program per row and head, its state in registers", m2rnn_triton),
-            Backend("torch", "chunk by chunk, one token after another inside", always),
-            _definition("one token after another under autograd", whole_rows),
-        ),
-    ),
-    "gated_delta_rule": Operation(
-        "the gated delta rule",
-        "G",
-        (
-            Backend("fla", "the Triton kernels of flash-linear-attention", fla),
-            Backend("triton", "a program for each chunk and head", delta_rule_triton),
-            Backend("torch", "matrix products and a triangular solve, chunk by chunk", always),
-            _definition("one token after another under autograd"),
-        ),
-    ),
+    "attention": ATTENTION,
+    "mamba3": MAMBA3,
+    "m2rnn": M2RNN,
+    "gated_delta_rule": GATED_DELTA_RULE,
     "short_conv": Operation(
         "the short convolutions in front of recurrent scans, with their SiLU",
         "RMG",
         (
             Backend("triton", "one pass over memory each way", triton_in_fp32),
             Backend("torch", "a shifted multiply-add for each tap", always),
-            _definition("one token after another under autograd", whole_rows),
+            definition("one token after another under autograd", whole_rows),
         ),
     ),
     "gates": Operation(
@@ -163,7 +85,7 @@ OPERATIONS: dict[str, Operation] = {
         (
             Backend("triton", "one pass over memory each way", triton_in_fp32),
             Backend("torch", "an operator for each step of the formula", always),
-            _definition("torch's operators under autograd"),
+            definition("torch's operators under autograd"),
         ),
     ),
     "experts": Operation(
@@ -172,7 +94,7 @@ OPERATIONS: dict[str, Operation] = {
         (
             Backend("triton", "grouped products, Triton between them", triton_in_fp32),
             Backend("torch", "grouped products; a product per expert where torch has none", always),
-            _definition("one expert after another under autograd"),
+            definition("one expert after another under autograd"),
         ),
     ),
     "cross_entropy": Operation(
@@ -181,8 +103,9 @@ OPERATIONS: dict[str, Operation] = {
         (
             Backend("triton", "chunks of tokens, two passes over their logits", triton_kernels),
             Backend("torch", "chunks of tokens, elementwise passes by torch", always),
-            _definition("logits of all tokens under autograd", whole_vocabulary),
+            definition("logits of all tokens under autograd", whole_vocabulary),
         ),
+        {"soft cap and z-loss": {"model.logit_softcap": 30.0, "model.z_loss": 1e-4}},
     ),
     "rms_norm": Operation(
         "x / rms(x) * weight, computed in fp32",
@@ -190,7 +113,7 @@ OPERATIONS: dict[str, Operation] = {
         (
             Backend("triton", "one pass over memory each way", triton_in_fp32),
             Backend("torch", "torch's fused operator in fp32, casts around it", always),
-            _definition("torch's operator under autograd"),
+            definition("torch's operator under autograd"),
         ),
     ),
 }

@@ -20,7 +20,15 @@ def launch(kernel: Any, grid: tuple[Any, ...], x: Tensor, *given: Any, **constan
         kernel: takes `x`, of any shape, and `given`.
         grid: programs along each of its axes.
         constants: what it is compiled for.
+
+    Raises:
+        RuntimeError: the device is no GPU, and Triton's interpreter is off.
     """
+    if not x.is_cuda:
+        from triton import knobs
+
+        if not knobs.runtime.interpret:
+            raise RuntimeError(f"triton has no kernels for {x.device.type}")
     if 0 not in grid:
         with torch.cuda.device_of(x):  # Triton launches on the current device
             kernel[grid](x, *given, **constants)

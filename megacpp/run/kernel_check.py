@@ -12,17 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megacpp.config.arguments import replace_keys
 from megacpp.config.presets import tiny
 from megacpp.config.schema import Config, ModelConfig
 from megacpp.errors import config_error
 from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
 from megacpp.kernels.chosen import host_of
-from megacpp.kernels.selection import OPERATIONS, Backend, BackendSelection
+from megacpp.kernels.operation import Backend
+from megacpp.kernels.selection import OPERATIONS, BackendSelection
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead
@@ -95,23 +96,9 @@ def variants() -> Iterator[tuple[str, str, Config]]:
     config = tiny()
     for name in OPERATIONS:
         yield name, "", config
-    model = config.model
-    latent = replace(
-        model.attention, kind="mla", qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64
-    )
-    capped = replace(model.attention, softcap=30.0)
-    yield "attention", "latent, heads of 96 and 64", in_place(config, attention=latent)
-    yield "attention", "soft cap", in_place(config, attention=capped)
-    mimo = replace(model.mamba3, mimo_rank=4, chunk_size=16)
-    yield "mamba3", "MIMO of rank 4", in_place(config, mamba3=mimo)
-    clipped = replace(model.m2rnn, clip_mode="total")
-    yield "m2rnn", "clip of the total", in_place(config, m2rnn=clipped)
-    yield "cross_entropy", "soft cap and z-loss", in_place(config, logit_softcap=30.0, z_loss=1e-4)
-
-
-def in_place(config: Config, **model: Any) -> Config:
-    """Return the configuration with some of the model's settings replaced."""
-    return replace(config, model=replace(config.model, **model))
+    for name, operation in OPERATIONS.items():
+        for special, settings in operation.special.items():
+            yield name, special, replace_keys(config, dict(settings))
 
 
 def check_backends(

@@ -27,22 +27,11 @@ from megacpp.kernels.attention import flex as attention_flex
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.experts import grouped_mm
 from megacpp.kernels.mamba3 import library
+from megacpp.kernels.selection import OPERATIONS
 from megacpp.memory.block_trace import DOCUMENT
 from megacpp.model.documents import Documents
 from parallel.simulate.library_stand_ins import flex, mimo, siso
 
-# Of each operation, backends whose allocations a trace has, beside torch's.
-TRACED = {
-    "attention": ("varlen", "varlen_padded", "flex", "merged"),
-    "mamba3": ("mamba_ssm", "tilelang", "triton"),
-    "m2rnn": ("triton",),
-    "gated_delta_rule": ("triton",),
-    "short_conv": ("triton",),
-    "gates": ("triton",),
-    "experts": ("triton",),
-    "cross_entropy": ("triton",),
-    "rms_norm": ("triton",),
-}
 document_tokens = DOCUMENT
 
 
@@ -51,8 +40,11 @@ def traced_kernels(config: Config) -> Kernels:
     if config.train.device != "cuda":
         return PLAIN_KERNELS
     triton = importlib.util.find_spec("triton") is not None
-    wanted = {name: getattr(config.kernels, name) for name in TRACED}
-    counted = {n: b for n, b in wanted.items() if b in TRACED[n] and (triton or b != "triton")}
+    counted = {}
+    for name, operation in OPERATIONS.items():
+        one = next((b for b in operation.backends if b.name == getattr(config.kernels, name)), None)
+        if one and one.traced and (triton or one.name != "triton"):
+            counted[name] = one.name
     return Kernels(**counted)
 
 
@@ -96,20 +88,8 @@ def on_gpu() -> Iterator[None]:
     if importlib.util.find_spec("triton") is not None:
         from triton.runtime.jit import KernelInterface
 
-        from megacpp.kernels.experts import triton as experts_triton
-        from megacpp.kernels.experts import triton_units
-        from megacpp.kernels.m2rnn import triton as m2rnn_triton
-
         put(KernelInterface, "__getitem__", lambda kernel, grid: lambda *_, **__: None)
-        put(m2rnn_triton.Launch, "_start", lambda *_, **__: None)
-        for module in (
-            m2rnn_triton,
-            experts_triton,
-            triton_units,
-        ):  # run the inside of custom operators
-            for name, value in list(vars(module).items()):
-                if isinstance(value, torch.library.CustomOpDef):
-                    put(module, name, value._init_fn)
+        put(torch.library.CustomOpDef, "__call__", _inside)
     try:
         yield
     finally:
@@ -118,6 +98,13 @@ def on_gpu() -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+
+def _inside(operator: torch.library.CustomOpDef, *given: Any, **named: Any) -> Any:
+    """Run a custom operator; of ours in Triton the inside, which allocates."""
+    inside = operator._init_fn
+    run = inside if ".triton" in inside.__module__ else operator._opoverload
+    return run(*given, **named)
 
 
 def _boundaries(docs: Documents) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megacpp.config.schema import Config
 from megacpp.kernels.host import Host
-from megacpp.kernels.support import dotted, old_gpu, old_triton, version
+from megacpp.kernels.operation import Backend, Operation, definition
+from megacpp.kernels.support import always, dotted, old_gpu, old_triton, version, whole_rows
 
 NARROW = ("bf16", "fp16")
 VARLEN_TORCH = (2, 11)  # varlen_attn with a scale and a causal window
@@ -92,3 +93,26 @@ def _parts_of_rows(config: Config, takes: tuple[str, ...]) -> str | None:
             return f"takes no parts of a ring ({cut})"
         return f"takes whole rows ({cut})"
     return None
+
+
+ATTENTION = Operation(
+    "softmax(q k^T) v within documents",
+    "A",
+    (
+        Backend("varlen", "flash kernels over documents end to end", varlen),
+        Backend("flex", "kernels compiled around documents and soft cap", flex),
+        Backend("merged", "flash kernels for the parts of a ring, by log-sum-exp", merged),
+        Backend("varlen_padded", "varlen, v in the dim of q", varlen_padded, False),
+        Backend("torch", "scaled_dot_product_attention, a mask for packed rows", always),
+        definition("one query after another", whole_rows),
+    ),
+    {
+        "latent, heads of 96 and 64": {
+            "model.attention.kind": "mla",
+            "model.attention.qk_nope_head_dim": 64,
+            "model.attention.qk_rope_head_dim": 32,
+            "model.attention.v_head_dim": 64,
+        },
+        "soft cap": {"model.attention.softcap": 30.0},
+    },
+)

@@ -25,9 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.kernels.gated_delta_rule.reference import gated_delta_sequential, unit
-from megacpp.kernels.m2rnn.chunks import no_autocast
 from megacpp.model.documents import Documents
-from megacpp.torch_extras import once_differentiable, wide
+from megacpp.torch_extras import no_autocast, once_differentiable, wide
 
 
 def gated_delta_rule(

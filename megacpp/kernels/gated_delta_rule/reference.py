@@ -15,9 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp.kernels.m2rnn.chunks import no_autocast
 from megacpp.model.documents import Documents
-from megacpp.torch_extras import wide
+from megacpp.torch_extras import no_autocast, wide
 
 NORM_EPS = 1e-6  # of the squared length, as upstream
 

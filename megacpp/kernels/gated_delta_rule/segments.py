@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from megacpp.kernels.gated_delta_rule.chunks import gated_delta_rule
-from megacpp.kernels.m2rnn.chunks import no_autocast
 from megacpp.model.documents import Documents
 from megacpp.model.scan import RowTensors
-from megacpp.torch_extras import wide
+from megacpp.torch_extras import no_autocast, wide
 
 
 @dataclass(frozen=True, eq=False)

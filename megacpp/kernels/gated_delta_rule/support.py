@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megacpp.config.schema import Config
 from megacpp.kernels.host import Host
-from megacpp.kernels.support import dotted, old_gpu, triton_in_fp32, version
+from megacpp.kernels.operation import Backend, Operation, definition
+from megacpp.kernels.support import always, dotted, old_gpu, triton_in_fp32, version
 
 PACKAGE = "flash-linear-attention"
 OLDEST = (0, 6)  # the release that megacpp/kernels/gated_delta_rule/library.py was written for
@@ -47,3 +48,15 @@ def delta_rule_triton(config: Config, host: Host) -> str | None:
     if key_dim > MOST_OF_OURS:
         return f"takes keys of up to {MOST_OF_OURS} dims (key_dim={key_dim})"
     return triton_in_fp32(config, host)
+
+
+GATED_DELTA_RULE = Operation(
+    "the gated delta rule",
+    "G",
+    (
+        Backend("fla", "the Triton kernels of flash-linear-attention", fla, traced=False),
+        Backend("triton", "a program for each chunk and head", delta_rule_triton),
+        Backend("torch", "matrix products and a triangular solve, chunk by chunk", always),
+        definition("one token after another under autograd"),
+    ),
+)

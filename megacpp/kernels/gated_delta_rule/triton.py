@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.kernels.gated_delta_rule.triton_launch import DeltaRule, DeltaRulePlan
-from megacpp.kernels.m2rnn.chunks import no_autocast
 from megacpp.kernels.strides import side_by_side
 from megacpp.model.documents import Documents
-from megacpp.torch_extras import once_differentiable
+from megacpp.torch_extras import no_autocast, once_differentiable
 
 LEAST, MOST = 16, 64  # tokens of a chunk
 

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from megacpp.kernels.m2rnn.chunks import Chunked, ChunkPlan, StateClip, heads_and_dtype, no_autocast
+from megacpp.kernels.m2rnn.chunks import Chunked, ChunkPlan, StateClip, heads_and_dtype
+from megacpp.torch_extras import no_autocast
 
 if TYPE_CHECKING:
     from megacpp.model.documents import Documents

@@ -8,14 +8,13 @@ that one token of all rows is contiguous and a head's states meet its W in one m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from megacpp.torch_extras import once_differentiable
+from megacpp.torch_extras import no_autocast, once_differentiable
 
 if TYPE_CHECKING:
     from megacpp.kernels.m2rnn.backends import Sequences
@@ -336,19 +335,6 @@ def repeat_heads(x: Tensor, num_heads: int, dim: int) -> Tensor:
         dim: of the heads.
     """
     return x if x.shape[dim] == num_heads else x.repeat_interleave(num_heads // x.shape[dim], dim)
-
-
-def no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context without autocast: the recurrence never narrows.
-
-    The meta device has no autocast.
-
-    Args:
-        x: any shape; its device.
-    """
-    kind = x.device.type
-    known = torch.amp.is_autocast_available(kind)
-    return torch.autocast(kind, enabled=False) if known else nullcontext()
 
 
 def heads_and_dtype(

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from megacpp.kernels.m2rnn.backends import sequences_of
-from megacpp.kernels.m2rnn.chunks import StateClip, heads_and_dtype, no_autocast, repeat_heads
+from megacpp.kernels.m2rnn.chunks import StateClip, heads_and_dtype, repeat_heads
+from megacpp.torch_extras import no_autocast
 
 if TYPE_CHECKING:
     from megacpp.model.documents import Documents

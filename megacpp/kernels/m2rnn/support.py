@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megacpp.config.schema import Config
 from megacpp.kernels.host import Host
-from megacpp.kernels.support import triton_kernels, wide_numbers
+from megacpp.kernels.operation import Backend, Operation, definition
+from megacpp.kernels.support import always, triton_kernels, whole_rows, wide_numbers
 
 # A program holds 16 rows of a state; wider ones spill out of its registers
 # (tests/model/test_m2rnn_triton.py compiles the largest).
@@ -21,3 +22,15 @@ def m2rnn_triton(config: Config, host: Host) -> str | None:
         state = f"{r.key_dim} x {r.value_dim}"
         return f"holds states of value_dim up to {MOST_VALUE_DIM} ({state})"
     return None
+
+
+M2RNN = Operation(
+    "the M2RNN recurrence",
+    "R",
+    (
+        Backend("triton", "a program per row and head, its state in registers", m2rnn_triton),
+        Backend("torch", "chunk by chunk, one token after another inside", always),
+        definition("one token after another under autograd", whole_rows),
+    ),
+    {"clip of the total": {"model.m2rnn.clip_mode": "total"}},
+)

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.m2rnn.chunks import ChunkPlan, no_autocast
+from megacpp.kernels.m2rnn.chunks import ChunkPlan
 from megacpp.kernels.m2rnn.triton_launch import Launch
-from megacpp.torch_extras import once_differentiable
+from megacpp.torch_extras import no_autocast, once_differentiable
 
 CLIPS = {None: 0, "carried": 1, "total": 2}  # the kernels' names of them
 

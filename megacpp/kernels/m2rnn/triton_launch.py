@@ -164,11 +164,6 @@ class Launch:
         return self.v_BTNV.shape[-1]
 
     def _start(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
-        from triton import knobs
-
-        device = self.v_BTNV.device.type
-        if device != "cuda" and not knobs.runtime.interpret:
-            raise RuntimeError(f"m2rnn: triton has no kernels for {device}")
         launch(
             kernel,
             (self.blocks, self.num_heads, self.num_rows),

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from megacpp.config.schema import Config
 from megacpp.kernels.host import Host
-from megacpp.kernels.support import triton_in_fp32
+from megacpp.kernels.operation import Backend, Operation, definition
+from megacpp.kernels.support import always, triton_in_fp32
 
 OLDEST = "2.3.2"  # of mamba-ssm: the first on PyPI with packed rows in both kernels
 # state-spaces/mamba#997 is in the source alone, behind 2.3.2.post1, the newest on PyPI. No release
@@ -213,3 +214,17 @@ def _power_of_two(n: int) -> bool:
 
 def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
+
+
+MAMBA3 = Operation(
+    "the Mamba-3 scan",
+    "M",
+    (
+        Backend("mamba_ssm", "SISO: the Triton kernels of mamba-ssm", mamba3_siso),
+        Backend("tilelang", "MIMO: the TileLang kernels of mamba-ssm", mamba3_mimo, cost=mimo_cost),
+        Backend("triton", "SISO: a program for each chunk and head", mamba3_triton),
+        Backend("torch", "matrix products over chunks", always),
+        definition("one token after another"),
+    ),
+    {"MIMO of rank 4": {"model.mamba3.mimo_rank": 4, "model.mamba3.chunk_size": 16}},
+)
