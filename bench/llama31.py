@@ -1,10 +1,13 @@
-"""Llama-3.1-8B as torchtitan trained it in December 2024: every allocation of its steps.
+"""Llama 3 as torchtitan trained it in December 2024: every allocation of its steps.
 
-    stream = record(ranks=8, steps=2)          # seconds: all 32 layers, fake tensors
+    stream = record(ranks=8, steps=2)          # seconds: 8B, all 32 layers, fake tensors
+    stream = record(ranks=256, shape=TP_70B)   # half a minute
 
 One rank of many under FSDP2 with fake tensors and a fake process group: weights, gradients to
-reduce and moments in fp32, compute in bf16, two sequences of 8,192 tokens, selective recompute by
-operator, cross entropy in fp32 over all logits, AdamW with `foreach`, clipping, no compiler.
+reduce and moments in fp32, compute in bf16, sequences of 8,192 tokens, selective recompute by
+operator, cross entropy in fp32 over all logits, AdamW with `foreach`, clipping, no compiler. With
+`tp` torch's styles share matrices and sequences, and layers run again as a whole. A pipeline's
+first stage runs all forwards before a backward, and keeps its weights and gradients gathered.
 Sources: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, and what its train.py,
 parallelize_llama.py, models/llama/model.py and optimizer.py did then; pull request 642 for where
 logits become fp32. Written anew, for its allocations: weights are never set.
@@ -16,6 +19,7 @@ runs, when the loss has freed 23 GiB), buffers of NCCL (outside of the allocator
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +29,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from checkpointing.tracing.meter import local_part
@@ -39,7 +53,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of Llama-3.1-8B and its batch."""
+    """Sizes of a model, by default of Llama-3.1-8B, and its batch.
+
+    Attributes:
+        rows, tokens: of a microbatch.
+        tp: ranks that share matrices.
+        microbatches: of a pipeline's first stage, which has no head; 0: no pipeline.
+    """
 
     num_layers: int = 32
     dim: int = 4096
@@ -49,6 +69,12 @@ class Shape:
     vocab: int = 128256
     rows: int = 2
     tokens: int = 8192
+    tp: int = 1
+    microbatches: int = 0
+
+
+TP_70B = Shape(80, 8192, 64, 8, 28672, rows=16, tp=8)
+STAGE_405B = Shape(16, 16384, 128, 8, 53248, rows=4, tp=8, microbatches=8)
 
 
 class Norm(nn.Module):
@@ -161,15 +187,16 @@ class Llama(nn.Module):
         size = 1, shape.tokens, 1, shape.dim // shape.num_heads // 2
         self.register_buffer("turns", torch.empty(size, dtype=torch.complex64))
         self.blocks = nn.ModuleList(LlamaLayer(shape) for _ in range(shape.num_layers))
-        self.norm = Norm(shape.dim)
-        self.head = nn.Linear(shape.dim, shape.vocab, bias=False)
+        if not shape.microbatches:
+            self.norm = Norm(shape.dim)
+            self.head = nn.Linear(shape.dim, shape.vocab, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the logits, `[B, T, V]`, of `ids`, `[B, T]`."""
+        """Return the logits, `[B, T, V]`, of `ids`, `[B, T]`; a first stage's hidden states."""
         h = self.embed(ids)
         for block in self.blocks:
             h = block(h, self.turns)
-        return self.head(self.norm(h))
+        return self.head(self.norm(h)) if hasattr(self, "head") else h
 
 
 SAVED = {  # "selective op": outputs kept, but for every second product's
@@ -195,21 +222,51 @@ def contexts() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def sharded(shape: Shape, mesh: DeviceMesh) -> Llama:
+def share_matrices(model: Llama, tp: DeviceMesh) -> None:
+    """Shard matrices, and the sequence between them, by torch's styles; the loss stays sharded."""
+    whole, part = Replicate(), Shard(1)
+    styles: dict[str, ParallelStyle] = {
+        "embed": RowwiseParallel(input_layouts=whole, output_layouts=part)
+    }
+    if hasattr(model, "head"):
+        head = ColwiseParallel(input_layouts=part, output_layouts=Shard(-1), use_local_output=False)
+        styles |= {"norm": SequenceParallel(), "head": head}
+    for index in range(len(model.blocks)):
+        layer: dict[str, ParallelStyle] = {
+            "attention_norm": SequenceParallel(),
+            "attention": PrepareModuleInput(
+                input_layouts=(part, None), desired_input_layouts=(whole, None)
+            ),
+            "ffn_norm": SequenceParallel(),
+            "feed_forward": PrepareModuleInput(input_layouts=part, desired_input_layouts=whole),
+        }
+        layer |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+        layer |= {f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")}
+        for name in ("attention.wo", "feed_forward.w2"):
+            layer[name] = RowwiseParallel(output_layouts=part)
+        styles |= {f"blocks.{index}.{name}": style for name, style in layer.items()}
+    parallelize_module(model, tp, styles)
+
+
+def sharded(shape: Shape, ranks: int) -> Llama:
     """Return the model on the meta device under FSDP2, a unit per layer and one for the rest."""
+    sizes = (ranks // shape.tp, shape.tp)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):
         model = Llama(shape)
+    if shape.tp > 1:
+        share_matrices(model, mesh["tp"])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    last = shape.num_layers - 1
+    last = -1 if shape.microbatches else shape.num_layers - 1
+    again: dict[str, Any] = {} if shape.tp > 1 else {"context_fn": contexts}
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = checkpoint_wrapper(
-            block, context_fn=contexts, preserve_rng_state=False
-        )
+        model.blocks[index] = checkpoint_wrapper(block, preserve_rng_state=False, **again)
+        reshard = index < last
         fully_shard(
-            model.blocks[index], mesh=mesh, mp_policy=policy, reshard_after_forward=index < last
+            model.blocks[index], mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=reshard
         )
     # FSDP2 of then never resharded the root after its forward.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=False)
     return model
 
 
@@ -217,7 +274,7 @@ def record(ranks: int, steps: int = 2, shape: Shape | None = None) -> Stream:
     """Return all allocations of rank 0 of `ranks`, from the weights on, for `steps` steps."""
     shape = shape or Shape()
     with fake_group(ranks):
-        model = sharded(shape, init_device_mesh("cpu", (ranks,)))
+        model = sharded(shape, ranks)
         with fake_tensors(memory=True), Recorder(model) as recorder:
             model.to_empty(device="cpu")
             # Shards instead of DTensors around them: the same memory in half the time.
@@ -268,10 +325,14 @@ def step(
         labels = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
     optimizer.zero_grad()
     model.zero_grad()
-    logits = model(ids)
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
-    del logits
-    loss.backward()
+    if shape.microbatches:
+        staged(model, [ids] * shape.microbatches)
+    else:
+        with loss_parallel() if shape.tp > 1 else nullcontext():
+            logits = model(ids)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+            del logits
+            loss.backward()
     recorder.note_gradients()
     for shard, p in zip(shards, model.parameters(), strict=True):
         assert p.grad is not None
@@ -280,3 +341,20 @@ def step(
         torch.nn.utils.clip_grad_norm_(shards, 1.0, foreach=True)
     with recorder.stage("optimizer"):
         optimizer.step()
+
+
+def staged(model: Llama, batches: list[Tensor]) -> None:
+    """Run a pipeline's first stage: all forwards, then all backwards; the last one reduces.
+
+    Args:
+        model: sharded stage.
+        batches: ids of each microbatch, `[B, T]`.
+    """
+    assert isinstance(model, FSDPModule)
+    sent = [model(ids) for ids in batches]
+    while sent:
+        for last in (model.set_is_last_backward, model.set_requires_gradient_sync):
+            last(len(sent) == 1)
+        model.set_reshard_after_backward(len(sent) == 1)
+        out = sent.pop(0)
+        torch.autograd.backward(out, torch.empty_like(out))

@@ -76,7 +76,7 @@ def _of_rank(
         flying = chunks / virtual
     held += flying * sum(layers)
     if again & {"all", "ops"}:  # the layer whose backward runs is there whole
-        held += max(kept_bytes(s, b.kind, set()) for b in mine)
+        held += max(kept_bytes(s, b.kind, set()) for b in mine) + _gathered(s)
     if rank == ranks - 1:
         held += logit * s.tokens * s.model["vocab"] / s.tp
     return held
@@ -87,7 +87,8 @@ def state_bytes(s: RowSizes, block: BlockWork, step: StepWork, ranks: int) -> fl
 
     Megatron: see `STATE_BYTES`. FSDP2: parameters, gradients and both moments in fp32, shared; with
     a pipeline the bf16 parameters and the fp32 gradients of a stage stay gathered, otherwise those
-    of two units.
+    of two units. Of an embedding that `tp` shares this gradient has all rows: DTensor's backward
+    makes them, and FSDP2 keeps the sum over microbatches as it comes.
 
     Args:
         s: sizes of the rank.
@@ -104,6 +105,8 @@ def state_bytes(s: RowSizes, block: BlockWork, step: StepWork, ranks: int) -> fl
         else:
             found += count * 16 / shared
             found += count * (6 if ranks > 1 else 6 * 2 / len(step.blocks)) if shared > 1 else 0
+            if ranks > 1 and block.kind == "embed":
+                found += count * 4 * (s.tp - 1)
     return found
 
 
@@ -126,9 +129,19 @@ def kept_bytes(s: RowSizes, kind: str, again: set[str]) -> float:
     for letter in kind if kind != "mtp" else "AE":
         found += 2.0 * s.shared  # what the norm reads
         if "norm" not in again:
-            found += 2.0 * s.shared  # what it returns
+            found += 2.0 * s.shared + _gathered(s)  # what it returns
         found += {"A": _attention, "F": _mlp, "E": _experts, "M": _mamba2}[letter](s, again)
     return found
+
+
+def _gathered(s: RowSizes) -> float:
+    """Return bytes of a gathered residual stream that aren't in its shards.
+
+    A product of torch's `ColwiseParallel` keeps its gathered input, and its gradient is whole, too.
+    Megatron gathers the input again for the backward.
+    """
+    torch_gathers = s.family.name.startswith("torchtitan") and s.tp > 1
+    return 2.0 * (s.tokens * s.dim - s.shared) if torch_gathers else 0.0
 
 
 def _every_second(s: RowSizes) -> float:
