@@ -14,6 +14,7 @@ from functools import lru_cache
 from math import gcd
 from typing import Any
 
+from megacpp.blocks.descriptor import AllocationSettings, BlockKind
 from megacpp.blocks.features import entrance, exit_parts
 from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.blocks.kinds import KINDS
@@ -127,50 +128,29 @@ def _layers_request(own: LocalShapes, part: TracedPart) -> BlockRequest:
         own = own.uncompressed
     config, blocks = own.config, [KINDS[kind[0]] for kind in part.chain]
     needs = [block.allocations for block in blocks]
-    sizes, apart = own, all(block.context is None for block in blocks)
-    if apart:  # tokens of other ranks don't matter, nor in which row a token is
-        rows = 2 if own.rows > 1 and own.tokens % 2 == 0 else own.rows
-        row = own.tokens // 2 if rows == 2 else own.here
-        sizes = replace(own, rows=rows, row=row, here=row)
-    mesh = {name: getattr(config.mesh, name) for need in needs for name in need.mesh}
+    apart = all(block.context is None for block in blocks)
     cp = 1 if apart else own.cp
-    for block in blocks if cp > 1 else ():
-        if block.context is not None:
-            mesh["cp_order"] = config.mesh.cp_order
-            mesh[block.context.setting] = getattr(config.mesh, block.context.setting)
+    offloads = config.recompute.offload != "none" and not part.last
+    kernels = {need.kernel for need in needs} - {""} | SHARED
+    few = _config(
+        _sizes_apart(own) if apart else own,
+        _layers_model(config.model, part, needs),
+        _layers_mesh(config.mesh, blocks, cp),
+        _layers_policy(own, part, needs, offloads),
+        kernels,
+    )
+    if not part.wide and own.fp8 & {kind[0] for kind in part.chain}:
+        fp8 = replace(config.precision, dtype=few.precision.dtype, fp8_ends=0)
+        few = replace(few, precision=replace(fp8, fp8_layers="".join(sorted(own.fp8))))
     pieces = [
         NOTHING if part.last else regions_of(config.recompute, config.model, kind[0])
         for kind in part.chain
     ]
-    chain = (*blocks[0].before(part.chain[0]), *part.chain, "F")
-    whole, memory = with_kinds(config.model, chain), any("+engram" in kind for kind in part.chain)
-    sections = {need.model for need in needs} | {"mhc", "post_norm"}
-    sections |= {"engram"} if memory else set()
-    model = ModelConfig(
-        dim=whole.dim,
-        vocab_size=256,
-        depth=whole.depth,
-        pattern=whole.pattern,
-        **_fields(whole, sections),
-    )
-    policy = _fields(config.recompute, {"compress", *(n for need in needs for n in need.policy)})
-    offloads = config.recompute.offload != "none" and not part.last
-    if offloads:
-        policy |= _fields(config.recompute, {"offload", "offload_min_mib"})
-    policy["mhc_group_size"] = len(part.chain) if part.grouped else NO_GROUP
-    if own.compiled:
-        whole = compiled_budget(config.recompute, config.model)
-        policy["activation_memory_budget"] = 1.0 if part.last else whole
-    kernels = {need.kernel for need in needs} - {""} | SHARED
-    few = _config(sizes, model, {**mesh, "cp": cp}, policy, kernels)
-    if not part.wide and own.fp8 & {kind[0] for kind in part.chain}:
-        fp8 = replace(config.precision, dtype=few.precision.dtype, fp8_ends=0)
-        few = replace(few, precision=replace(fp8, fp8_layers="".join(sorted(own.fp8))))
     shortest = max(need.document(config) for need in needs) if own.most else 0
     counts = {name: n for need in needs for name, n in need.counts(own).items()}
     same = tuple(n for need in needs for n in need.same(own))
-    if model.mhc.streams > 1 or offloads:  # kernels process some tokens at a time; small ones stay
-        same += (own.tokens,)
+    if config.model.mhc.streams > 1 or offloads:
+        same += (own.tokens,)  # kernels process some tokens at a time; small ones stay
     return BlockRequest(
         few,
         part.chain,
@@ -184,6 +164,54 @@ def _layers_request(own: LocalShapes, part: TracedPart) -> BlockRequest:
         own.warms_up,
         part.reached,
     )
+
+
+def _sizes_apart(own: LocalShapes) -> LocalShapes:
+    """Return sizes for blocks in which tokens don't meet: their row doesn't matter, nor ranks'."""
+    rows = 2 if own.rows > 1 and own.tokens % 2 == 0 else own.rows
+    row = own.tokens // 2 if rows == 2 else own.here
+    return replace(own, rows=rows, row=row, here=row)
+
+
+def _layers_mesh(mesh: MeshConfig, blocks: list[BlockKind], cp: int) -> dict[str, Any]:
+    """Return the settings of a mesh that count for blocks."""
+    found = _fields(mesh, {name for block in blocks for name in block.allocations.mesh})
+    for block in blocks if cp > 1 else ():
+        if block.context is not None:
+            found |= _fields(mesh, {"cp_order", block.context.setting})
+    return {**found, "cp": cp}
+
+
+def _layers_model(
+    given: ModelConfig, part: TracedPart, needs: list[AllocationSettings]
+) -> ModelConfig:
+    """Return a model of the part's kinds alone, with the settings that count."""
+    kinds = (*KINDS[part.chain[0][0]].before(part.chain[0]), *part.chain, "F")
+    whole, memory = with_kinds(given, kinds), any("+engram" in kind for kind in part.chain)
+    sections = {need.model for need in needs} | {"mhc", "post_norm"}
+    sections |= {"engram"} if memory else set()
+    return ModelConfig(
+        dim=whole.dim,
+        vocab_size=256,
+        depth=whole.depth,
+        pattern=whole.pattern,
+        **_fields(whole, sections),
+    )
+
+
+def _layers_policy(
+    own: LocalShapes, part: TracedPart, needs: list[AllocationSettings], offloads: bool
+) -> dict[str, Any]:
+    """Return the settings of `recompute` that count, with those that decide for its place."""
+    given = own.config.recompute
+    found = _fields(given, {"compress", *(name for need in needs for name in need.policy)})
+    if offloads:
+        found |= _fields(given, {"offload", "offload_min_mib"})
+    found["mhc_group_size"] = len(part.chain) if part.grouped else NO_GROUP
+    if own.compiled:
+        budget = 1.0 if part.last else compiled_budget(given, own.config.model)
+        found["activation_memory_budget"] = budget
+    return found
 
 
 def _outer_request(own: LocalShapes, chain: tuple[str, ...]) -> BlockRequest:
