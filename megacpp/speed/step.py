@@ -24,7 +24,7 @@ from megacpp.speed.hardware import GpuSpec, Rates
 from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork, seconds
 from megacpp.speed.pipeline import StageTime, pipeline_seconds, simulate
 from megacpp.speed.streams import UnitTime, fsdp_seconds
-from megacpp.speed.travel import SLOWED, Travel, added_seconds, travel_times
+from megacpp.speed.travel import Travel, added_seconds, slowed_by, travel_times
 
 STEP_OPERATORS = 3  # of a token of a recurrence where no kernel runs it whole
 BESIDE = 0.9  # of the time of products, in which a collective can hide
@@ -211,7 +211,7 @@ def pass_seconds(
             room = share * beside[hidden] / (group.size if hidden == "attend" else 1)
             open_ = max(time / group.size, time - room)
             beside[hidden] -= time - open_
-            parts[f"slowed by {axis}"] += SLOWED * (time - open_)
+            parts[f"slowed by {axis}"] += (time - open_) * slowed_by(kind, count, group, gpu)
             time = open_
         parts[f"exposed {axis}"] += time
     return PassTime(sum(parts.values()), tuple(parts.items()))

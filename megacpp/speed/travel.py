@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megacpp.speed import collectives
+from megacpp.speed.collectives import AxisSpread
 from megacpp.speed.hardware import GpuSpec, Rates
 from megacpp.speed.operators import memory_seconds
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 # inside a node: it takes SMs and memory bandwidth. From runs of one model with and without
 # recomputation (mpt-7b, mpt-13b on 8 to 64 H100): 0.4 to 0.7.
 SLOWED = 0.5
+# SMs that an exchange of experts' rows holds as long as it lasts, however slow its links are:
+# Megatron-LM's default for DeepEP (moe_deepep_num_sms).
+EXCHANGE_SMS = 20
 
 
 class Travel(NamedTuple):
@@ -34,6 +38,25 @@ class Travel(NamedTuple):
     reduce: float
     slows: tuple[float, float]
     copies: tuple[float, float]
+
+
+def slowed_by(kind: str, count: float, group: AxisSpread, gpu: GpuSpec) -> float:
+    """Return the seconds that kernels lose for each second of a collective beside them.
+
+    An all-to-all between nodes is slow for lack of links, and takes little of the memory's
+    bandwidth: `SLOWED` counts as long as its bytes would take inside a node.
+
+    Args:
+        kind: see `collectives.seconds`.
+        count: see `collectives.seconds`.
+        group: its ranks.
+        gpu: which runs the kernels.
+    """
+    if kind != "all_to_all":
+        return SLOWED
+    inside = count * (1 - 1 / group.size) / (gpu.nvlink_gbs * gpu.nvlink_reached * 1e9)
+    share = inside / collectives.seconds(kind, count, group, gpu)
+    return max(SLOWED * min(1.0, share), min(SLOWED, EXCHANGE_SMS / gpu.sms))
 
 
 def travel_times(

@@ -212,6 +212,22 @@ def test_a_step_is_the_sum_of_its_parts(beside: str) -> None:
     assert found.mfu == pytest.approx(1e12 / found.step_s / 1e14)
 
 
+@pytest.mark.parametrize(("nodes", "lost"), [(1, 0.5 * 0.7 / 0.727), (2, 0.2)])
+def test_an_exchange_slows_kernels_by_its_bytes_or_by_its_sms(nodes: int, lost: float) -> None:
+    """Return 8e7 bytes to 8 ranks of a node: 0.7 ms of links and 27 us; to 16: 4 ms and 39 us.
+
+    Bytes would take 0.75 ms inside one node, of which half is lost; 20 of 100 SMs are held longer.
+    """
+    group = AxisSpread(8 * nodes, 8)
+    trip = (Transfer("ep", "all_to_all", 8e7, "all"),)
+    block = BlockWork("E", (Passes(1e10),), (), trip, ())
+    (forward, _), *_ = passes_of(StepWork([block], {"ep": group}), PLAIN, Rates())
+    time = (0.727e-3, 4.039e-3)[nodes - 1]
+    hidden = time * (1 - 1 / group.size)
+    assert dict(forward.parts)["exposed ep"] == pytest.approx(time - hidden)
+    assert dict(forward.parts)["slowed by ep"] == pytest.approx(hidden * lost)
+
+
 def test_a_hidden_reduction_slows_kernels() -> None:
     """DDP on 8 ranks: 4e7 bytes twice 7/8 at 100 GB/s and 29 us hide in a backward of 2 ms.
 
