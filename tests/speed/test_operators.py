@@ -54,6 +54,16 @@ def test_a_tile_more_begins_a_wave() -> None:
     assert seconds(more, PLAIN, ONE) > 1.2 * seconds(full, PLAIN, ONE)
 
 
+def test_products_that_are_kernels_of_their_own_take_longer() -> None:
+    """2.8 us each; Transformer Engine's groups on an H100 take 164 and 186 us (its #2045)."""
+    groups = [(8, 4096, 164e-6), (16, 2048, 186e-6)]
+    for count, rows, measured in groups:
+        one = Product(rows, 768, 2048, count)
+        found = seconds(one._replace(apart=True), gpu("H100"), ONE)
+        assert found - seconds(one, gpu("H100"), ONE) == pytest.approx(count * 2.8e-6)
+        assert found == pytest.approx(measured, rel=0.1)
+
+
 def test_a_thin_product_waits_for_memory() -> None:
     thin, quick = Product(65536, 128, 128), replace(PLAIN, bf16_tflops=1e5)
     assert seconds(thin, quick, ONE) == pytest.approx(2 * (65536 * 256 + 128 * 128) / 1e12)
