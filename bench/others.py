@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from bench.dispatch import sent_once
 from bench.families import Family
 from megacpp.speed.collectives import AxisSpread, spread
 from megacpp.speed.hardware import GpuSpec
@@ -258,7 +259,8 @@ def moe_layer(s: RowSizes) -> Iterator[Region]:
     # Rows are copied in the order of experts and back, at about half the speed of plain passes.
     order = Region("permute", (Passes(4 * moved, 4),), (Passes(5 * moved, 4),))
     yield order
-    copies = sent_once(top, s.ep, s.per_node) if s.flexible else top
+    groups = m.get("expert_groups", 1), m.get("kept_groups", 1)
+    copies = sent_once(top, s.ep, s.per_node, groups) if s.flexible else top
     hidden = "all" if s.expert_hides else ""  # behind another microbatch's pass
     trip = (Transfer("ep", "all_to_all", moved * copies / top, hidden),)
     yield Region("moe", sent_forward=trip, sent_backward=trip)
@@ -274,24 +276,6 @@ def moe_layer(s: RowSizes) -> Iterator[Region]:
         yield from mlp_layer(s, m["shared_ffn"], "shared")
     else:
         yield s.passes("residual", f.residual, s.shared)
-
-
-def sent_once(top: int, size: int, per_node: int) -> float:
-    """Return copies of a token in an all-to-all that sends it once to each node, or to each rank.
-
-    A dispatcher such as DeepEP's sends a token once over the network, and copies it inside a node.
-    Choices are independent, so a node of N is among `top` choices with 1 - (1 - 1/N)^top.
-
-    Args:
-        top: experts of a token.
-        size: ranks that share the experts.
-        per_node: ranks of them in a node.
-    """
-    nodes = -(-size // per_node)
-    if nodes == 1:
-        return size * (1 - (1 - 1 / size) ** top)
-    away = (nodes - 1) * (1 - (1 - 1 / nodes) ** top)
-    return away * size / (size - min(size, per_node))  # of which that share crosses the network
 
 
 def mamba2_layer(s: RowSizes) -> Iterator[Region]:

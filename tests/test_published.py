@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 
+from bench.dispatch import chosen, sent_once
 from bench.published import FITTED, ROWS, compare, fit, main, rank_correlation, read, report
 from bench.recipes import RECIPES, completed
+from bench.rows import step_of
 from megacpp.speed.hardware import Rates
 
 KINDS = {
@@ -18,8 +22,8 @@ KINDS = {
     "tt-405b-3d-1f1b": 0.3,  # tp, pp
     "vtrain-175b-g512-t8d8p8-mb2-95": 0.2,  # 1F1B, unfused attention
     "simumax-llama3_70b_l12_tp4_pp1_dp2_mbc32_cef": 0.2,
-    "mb-26.04.01-deepseek-v3-b200-256-mxfp8": 0.5,  # MLA, experts
-    "mb-26.04.01-gpt-oss-120b-b200-64-bf16": 0.5,  # windows
+    "mb-26.04.01-deepseek-v3-b200-256-mxfp8": 0.2,  # MLA, experts
+    "mb-26.04.01-gpt-oss-120b-b200-64-bf16": 0.2,  # windows
     "dgxc-nemotronh56b-fp8-64": 0.3,  # Mamba-2
     "nanochat-run1-d24": 0.3,  # Muon
 }
@@ -46,9 +50,34 @@ def test_a_recipe_adds_what_a_row_leaves_out(rows: dict[str, dict]) -> None:
     assert abs(compare(row, {}).ratio - 1) < 0.1 < compare(said, {}).ratio - 1
     whole = rows["mb-25.09-qwen3-30b-a3b-b200-8-fp8-drop"]
     assert completed(whole)["notes"].endswith("cuda_graph_scope: [full_iteration]")
+    nano = completed(rows["mb-26.04-nemotron-3-nano-30b-a3b-h100-16-fp8"])
+    assert nano["recompute"] == "moe, layernorm, core_attn, moe_act"
     for recipe in RECIPES:
-        assert any(completed(row) != row and row["model"]["name"] == recipe.model
+        assert any(completed(row) != row and re.match(recipe.model, row["model"]["name"])
                    for row in rows.values())  # fmt: skip
+
+
+def test_a_recipe_keeps_layers_from_the_stage_of_the_loss(rows: dict[str, dict]) -> None:
+    """61 layers in 16 stages: 15 times 4, then one with the MTP layer and the head."""
+    step, _, _ = step_of(rows["mb-26.04-deepseek-v3-b200-256-mxfp8"])
+    assert [len(stage) for stage in step.stages] == [5, *[4] * 14, 3]
+    assert [step.blocks[n].kind for n in step.stages[-1]] == ["AE", "mtp", "head"]
+
+
+def test_copies_of_a_token_are_those_of_all_choices() -> None:
+    """Two of four groups of experts are kept; three choices fall into them evenly."""
+    for places in (2, 4, 8):
+        found = tries = 0
+        for kept in combinations(range(4), 2):
+            here = [n for n in range(8) if n // 2 in kept]  # eighths of the experts
+            for choices in product(here, repeat=3):
+                found += any(n * places // 8 == 0 for n in choices)
+                tries += 1
+        assert chosen(3, places, 4, 2) == pytest.approx(found / tries)
+    assert chosen(8, 8) == chosen(8, 8, 1, 1) == pytest.approx(1 - (7 / 8) ** 8)
+    # Eight ranks of one node: each that is chosen; of four nodes: three others, of 24 of 32 ranks.
+    assert sent_once(8, 8, 8) == pytest.approx(8 * (1 - (7 / 8) ** 8))
+    assert sent_once(8, 32, 8) == pytest.approx(3 * (1 - (3 / 4) ** 8) * 32 / 24)
 
 
 def test_a_broken_row_has_a_reason(rows: dict[str, dict]) -> None:
