@@ -73,6 +73,7 @@ class RowSizes:
         captured: letters of LAUNCHES that a CUDA graph replays, so the host never limits.
         flexible: tokens are sent to experts by `sent_once`.
         per_node: GPUs of a node.
+        scaled: FP8 finds the largest number of each operand before it rounds it.
     """
 
     model: dict[str, Any]
@@ -90,6 +91,7 @@ class RowSizes:
     captured: str = ""
     flexible: bool = False
     per_node: int = 8
+    scaled: bool = False
 
     @property
     def tokens(self) -> int:
@@ -106,9 +108,17 @@ class RowSizes:
         """Elements of the residual stream that this rank works on between matrices."""
         return self.tokens * self.dim / (self.tp if self.sp else 1)
 
-    def linear(self, name: str, k: int, n: int) -> Region:
-        """Return a linear layer: its product, and those of both gradients."""
-        return self.products(name, self.tokens, n, k, 1, self.dtype)
+    def linear(self, name: str, k: int, n: int, normed: bool = False) -> Region:
+        """Return a linear layer: its product, and those of both gradients.
+
+        Args:
+            name: of the region.
+            k: width of the input.
+            n: width of the output.
+            normed: a norm made the input, whose kernel finds its largest number, too.
+        """
+        made = self.products(name, self.tokens, n, k, 1, self.dtype)
+        return made._replace(forward=made.forward[-1:]) if normed else made
 
     def products(self, name: str, m: int, n: int, k: int, count: int, dtype: str) -> Region:
         """Return the products of `count` linear layers `k` to `n` of `m` tokens each.
@@ -121,14 +131,14 @@ class RowSizes:
             count: layers in one kernel.
             dtype: of the operands.
         """
-        added = self.family.added
+        added, scaled = self.family.added, self.scaled and dtype == "fp8"
+        one = Product(m, n, k, count, "TN", dtype, apart=count > 1)
+        across = one._replace(n=k, k=n, layout="NN")
+        down = one._replace(m=n, n=k, k=m, layout="NT", added=added)
         return Region(
             name,
-            (Product(m, n, k, count, "TN", dtype),),
-            (
-                Product(m, k, n, count, "NN", dtype),
-                Product(n, k, m, count, "NT", dtype, added=added),
-            ),
+            (*largest(m * k, count * scaled), one),
+            (*largest(m * n, count * scaled), across, down),
             weights=n * k * count,
         )
 
@@ -156,6 +166,19 @@ class RowSizes:
         return before, Region("boundary", sent_forward=(scatter,), sent_backward=(gather,))
 
 
+def largest(numbers: int, count: int) -> tuple[Passes, ...]:
+    """Return the kernels that find FP8's scales of `count` operands: one reads, two are tiny.
+
+    Transformer Engine rounds together what many experts get by delayed scaling alone
+    (multi_tensor_quantize_impl of its cast.cpp); by current scaling each has kernels of its own.
+
+    Args:
+        numbers: of each operand, in bf16.
+        count: operands; 0: none is scaled so.
+    """
+    return (Passes(2.0 * numbers * count, 3 * count),) if count else ()
+
+
 def attention_layer(s: RowSizes, window: int = 0) -> Iterator[Region]:
     """Yield the regions of an attention block.
 
@@ -172,15 +195,15 @@ def attention_layer(s: RowSizes, window: int = 0) -> Iterator[Region]:
         wide, value = m["qk_nope"] + m["qk_rope"], m["v_head"]
         rank, kv_rank = m.get("q_lora") or 0, m["kv_lora"]
         if rank:
-            yield s.linear("mla_down", d, rank)
-        yield s.linear("mla_down", d, kv_rank + m["qk_rope"])
+            yield s.linear("mla_down", d, rank, True)
+        yield s.linear("mla_down", d, kv_rank + m["qk_rope"], True)
         yield s.linear("mla_up_proj", rank or d, heads * wide)
         yield s.linear("mla_up_proj", kv_rank, heads * (m["qk_nope"] + value))
         yield s.passes("rope", (12, 16), s.tokens * heads * wide)
         kv = heads
     else:
         wide = value = m["head_dim"]
-        yield s.linear("qkv", d, (heads + 2 * kv) * wide)
+        yield s.linear("qkv", d, (heads + 2 * kv) * wide, True)
         if m.get("pos") is None or "rope" in str(m.get("pos")):
             yield s.passes("rope", f.rope, s.tokens * (heads + kv) * wide)
     yield s.passes("copies", f.copies, s.tokens * (heads + 2 * kv) * wide)
@@ -233,7 +256,7 @@ def mlp_layer(s: RowSizes, width: int, name: str = "mlp") -> Iterator[Region]:
     before, behind = s.around()
     yield s.passes("norm", f.norm, s.shared)
     yield before
-    yield s.linear(name, s.dim, own * (2 if gated else 1))
+    yield s.linear(name, s.dim, own * (2 if gated else 1), True)
     yield s.passes("activation", f.gated if gated else f.plain, float(s.tokens) * own)
     yield s.linear(name, own, s.dim)
     yield behind
@@ -287,7 +310,7 @@ def mamba2_layer(s: RowSizes) -> Iterator[Region]:
     before, behind = s.around()
     yield s.passes("norm", f.norm, s.shared)
     yield before
-    yield s.linear("mamba", s.dim, 2 * inner + 2 * groups * state + heads)
+    yield s.linear("mamba", s.dim, 2 * inner + 2 * groups * state + heads, True)
     T, mixed = float(s.tokens), inner + 2 * groups * state
     flops = 2.0 * T * (256 * (groups * state + inner) + 4 * inner * state)
     states = 4.0 * T / 256 * inner * state

@@ -131,7 +131,7 @@ def sizes_of(row: dict[str, Any], notes: list[str]) -> RowSizes:
         bool(p.get("sp")) or family.name.startswith("torchtitan"),
         "fp8" if eight else "bf16", bool(p.get("async_tp")), ep_hides, kernel,
         _captured(str(row.get("notes"))),
-        _flexible(row), machine.per_node,
+        _flexible(row), machine.per_node, _scaled(row),
     )  # fmt: skip
 
 
@@ -210,6 +210,11 @@ def _flexible(row: dict[str, Any]) -> bool:
     """Return whether tokens go to experts by DeepEP or HybridEP."""
     text = f"{row['parallel'].get('dispatcher')} {row.get('notes')}"
     return bool(re.search(r"HybridEP|DeepEP|flex_dispatcher_backend\W+(?!None)\w", text))
+
+
+def _scaled(row: dict[str, Any]) -> bool:
+    """Return whether FP8 is by current scaling: the recipe `fp8_cs` of Megatron-Bridge."""
+    return "Megatron-Bridge" in str(row.get("source")) and row.get("precision") == "fp8"
 
 
 def _blocks(row: dict[str, Any], s: RowSizes, notes: list[str]) -> list[BlockWork]:

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from bench.dispatch import chosen, sent_once
+from bench.others import moe_layer
 from bench.published import FITTED, ROWS, compare, fit, main, rank_correlation, read, report
 from bench.recipes import RECIPES, completed
-from bench.rows import step_of
+from bench.rows import sizes_of, step_of
 from megacpp.speed.hardware import Rates
+from megacpp.speed.operators import Passes, Product
 
 KINDS = {
     "mpt-7b-s2048-h100_80gb-8": 0.2,  # GPT with ALiBi, FSDP
@@ -78,6 +80,22 @@ def test_copies_of_a_token_are_those_of_all_choices() -> None:
     # Eight ranks of one node: each that is chosen; of four nodes: three others, of 24 of 32 ranks.
     assert sent_once(8, 8, 8) == pytest.approx(8 * (1 - (7 / 8) ** 8))
     assert sent_once(8, 32, 8) == pytest.approx(3 * (1 - (3 / 4) ** 8) * 32 / 24)
+
+
+def _layer(row: dict) -> tuple[list, list]:
+    """Return the operators of the forward and of the backward of a row's experts."""
+    regions = list(moe_layer(sizes_of(completed(row), [])))
+    ahead, back = ([op for r in regions for op in r[n]] for n in (1, 2))
+    return ahead, back
+
+
+def test_current_scaling_reads_each_experts_rows_once_more(rows: dict[str, dict]) -> None:
+    """Three kernels for each of 16 experts: one reads 3,072 rows in bf16, two are tiny."""
+    row, wide, dim = rows["mb-26.04-nemotron-3-nano-30b-a3b-h100-16-fp8"], 1856, 2688
+    for ops, widths in zip(_layer(row), ((dim, wide), (wide, dim)), strict=True):
+        scales = [op for op in ops if isinstance(op, Passes) and op.launches == 3 * 16]
+        assert scales == [Passes(2.0 * 16 * 3072 * width, 48) for width in widths]
+        assert sum(op.apart for op in ops if isinstance(op, Product)) in (2, 4)
 
 
 def test_a_broken_row_has_a_reason(rows: dict[str, dict]) -> None:
