@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 
 from bench.dispatch import sent_once
 from bench.families import Family
+from bench.issued import issued, router_operators
 from megacpp.speed.collectives import AxisSpread, spread
 from megacpp.speed.hardware import GpuSpec
 from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork
 from megacpp.speed.step import BlockWork, Transfer
 
-# Operators of a block's forward with fused kernels, by letter; R is the router of E.
-LAUNCHES = {"A": 20, "F": 8, "E": 20, "M": 20, "R": 30}
-# Of each expert: two products; one call rounds the inputs of all (TransformerEngine#1793).
-EXPERT_LAUNCHES = {"bf16": 2, "fp8": 3}
+# Of an element with an expert's bias: it is made as bias times probability and added, in fp32, then
+# experts are joined, and cast; backward, both factors have a gradient.
+BIAS_BYTES = (4 + (2 + 4 + 4) + 8 + 6, 6 + 6 + 2 * (8 + 4))
 
 
 class UnknownRowError(ValueError):
@@ -197,6 +197,7 @@ def attention_layer(s: RowSizes, window: int = 0) -> Iterator[Region]:
         if rank:
             yield s.linear("mla_down", d, rank, True)
         yield s.linear("mla_down", d, kv_rank + m["qk_rope"], True)
+        yield s.passes("mla_up_proj", f.norm, float(s.tokens) * (rank + kv_rank))
         yield s.linear("mla_up_proj", rank or d, heads * wide)
         yield s.linear("mla_up_proj", kv_rank, heads * (m["qk_nope"] + value))
         yield s.passes("rope", (12, 16), s.tokens * heads * wide)
@@ -204,6 +205,8 @@ def attention_layer(s: RowSizes, window: int = 0) -> Iterator[Region]:
     else:
         wide = value = m["head_dim"]
         yield s.linear("qkv", d, (heads + 2 * kv) * wide, True)
+        if m.get("qk_norm"):
+            yield s.passes("qk_norm", f.norm, float(s.tokens) * (heads + kv) * wide)
         if m.get("pos") is None or "rope" in str(m.get("pos")):
             yield s.passes("rope", f.rope, s.tokens * (heads + kv) * wide)
     yield s.passes("copies", f.copies, s.tokens * (heads + 2 * kv) * wide)
@@ -272,10 +275,11 @@ def moe_layer(s: RowSizes) -> Iterator[Region]:
     rows = max(1, round(tokens * top * s.ep / experts))
     here = max(1, experts // s.ep)
     yield s.passes("norm", f.norm, s.shared)
+    scores = Passes(tokens * experts * 24.0, router_operators(m))
     yield Region(
         "router",
-        (Product(int(tokens), experts, d), Passes(tokens * experts * 24.0, 8)),
-        (Product(int(tokens), d, experts, layout="NN"), Passes(tokens * experts * 24.0, 8)),
+        (Product(int(tokens), experts, d), scores),
+        (Product(int(tokens), d, experts, layout="NN"), scores),
         weights=experts * d,
     )
     moved = 2.0 * tokens * top * d
@@ -293,6 +297,8 @@ def moe_layer(s: RowSizes) -> Iterator[Region]:
         yield made._replace(weights=0.0, experts=made.weights)
         if n == wide:
             yield s.passes("moe_act", f.gated if gated else f.plain, float(rows) * here * width)
+    if m.get("expert_bias"):
+        yield s.passes("moe", BIAS_BYTES, float(rows) * here * d)
     yield Region("moe", sent_forward=trip, sent_backward=trip)
     yield order
     if m.get("shared_ffn"):
@@ -347,11 +353,7 @@ def block(s: RowSizes, kind: str, regions: list[Region], again: set[str], part: 
             backward += repeated
             sent += r.sent_forward
             operators += len(repeated)
-    own = set(kind.replace("E", "ER")) - set(s.captured)
-    each = s.model["experts"] // s.ep * EXPERT_LAUNCHES[s.dtype] if "E" in own else 0
-    count = round(s.family.fusion.launches * (sum(LAUNCHES[letter] for letter in own) + each))
-    more = count if "all" in again else round(s.family.fusion.launches * operators)
-    launches = count, 2 * count + more
+    launches = issued(s, kind, regions, again, operators)
     dense = sum(r.weights for r in regions)
     if s.family.copied and dense:
         backward.append(Passes(s.family.copied * dense))

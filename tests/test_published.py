@@ -85,8 +85,7 @@ def test_copies_of_a_token_are_those_of_all_choices() -> None:
 def _layer(row: dict) -> tuple[list, list]:
     """Return the operators of the forward and of the backward of a row's experts."""
     regions = list(moe_layer(sizes_of(completed(row), [])))
-    ahead, back = ([op for r in regions for op in r[n]] for n in (1, 2))
-    return ahead, back
+    return [op for r in regions for op in r.forward], [op for r in regions for op in r.backward]
 
 
 def test_current_scaling_reads_each_experts_rows_once_more(rows: dict[str, dict]) -> None:
@@ -96,6 +95,36 @@ def test_current_scaling_reads_each_experts_rows_once_more(rows: dict[str, dict]
         scales = [op for op in ops if isinstance(op, Passes) and op.launches == 3 * 16]
         assert scales == [Passes(2.0 * 16 * 3072 * width, 48) for width in widths]
         assert sum(op.apart for op in ops if isinstance(op, Product)) in (2, 4)
+
+
+def test_an_experts_bias_is_added_in_fp32(rows: dict[str, dict]) -> None:
+    """28 bytes of each element of 16 x 1,024 rows of 2,880, and 36 backward."""
+    row = rows["mb-26.04-gpt-oss-120b-h100-64-bf16"]
+    for ops, each in zip(_layer(row), (28, 36), strict=True):
+        assert Passes(each * 16 * 1024 * 2880.0) in ops
+
+
+def test_the_host_issues_what_a_layer_has_besides(rows: dict[str, dict]) -> None:
+    """Operators of torch at 2.5 times `launch_us`, counted by hand for a layer of experts."""
+
+    def issued(name: str, **changed: object) -> tuple[int, int]:
+        step, _, _ = step_of({**rows[name], **changed})
+        return next(b.launches for b in step.blocks if b.kind == "AE")
+
+    # Attention 20, dispatch 30, a fused router 13, 8 experts of 2, their exchange twice.
+    fused = issued("mb-skill-qwen3-30b-ep16-off")
+    assert fused == (round(2.5 * 81), 5 * 81)
+    # MLA 12, its rotary embeddings 26, a router 30, sizes 15, shared experts 8; tp sends 4 times.
+    moonlight = 20 + 12 + 26 + 30 + 30 + 16 + 15 + 8 + 2 + 4
+    assert issued("mb-skill-moonlight-none") == (round(2.5 * moonlight), 5 * moonlight)
+    # One part that runs again: 4 operators forward, 12 and its own backward.
+    ahead, back = issued("mb-skill-moonlight-none", recompute="moe_act")
+    assert (ahead, back) == (round(2.5 * (moonlight + 4)), round(2.5 * (2 * moonlight + 12 + 1)))
+    # A bias adds three operators for each of 16 experts, scales of FP8 one for each of 8.
+    assert issued("mb-26.04-gpt-oss-120b-h100-64-bf16", recompute="none") == (
+        round(2.5 * (20 + 30 + 13 + 16 * 5 + 15 + 2)), 5 * (20 + 30 + 13 + 16 * 5 + 15 + 2)
+    )  # fmt: skip
+    assert issued("mb-26.04-qwen3-30b-a3b-h100-16-fp8")[0] == round(2.5 * (81 + 8 * 2))
 
 
 def test_a_broken_row_has_a_reason(rows: dict[str, dict]) -> None:
