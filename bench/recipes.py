@@ -49,8 +49,8 @@ RECIPES = (
     # FP8 with DeepEP drops no token; the variant that drops tokens has another row.
     Recipe("deepseek-v3", "H100", r"Megatron-Bridge 25", 64, OVERLAP | {"dispatcher": "DeepEP"}),
     Recipe("deepseek-v3", "B200", LATER, 32, OVERLAP),
-    # Of 16 stages, the last has one layer beside the MTP layer and the loss.
-    Recipe("deepseek-v3", "B200", ANY, parallel={"last_layers": 1}),
+    # Each of 16 stages has four layers, but the last, which has one beside MTP and the loss.
+    Recipe("deepseek-v3", "B200", ANY, parallel={"filled_stages": True}),
     Recipe("qwen3-235b-a22b", "H100", LATER, 32, OVERLAP),
     Recipe("qwen3-30b-a3b", "B200", r"Megatron-Bridge 25", graphs=("full_iteration",)),
     # Rows have what runs again in the later recipe, on 16 ranks of ep.

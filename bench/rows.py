@@ -76,7 +76,7 @@ def step_of(row: dict[str, Any]) -> tuple[StepWork, GpuSpec, list[str]]:
     micro = max(1, round(batch / (sizes.rows * _data(row))))
     blocks = _blocks(row, sizes, notes)
     vpp = _virtual(p, pp, notes)
-    stages = _stages(len(blocks), pp * vpp, p.get("last_layers")) if pp > 1 else ()
+    stages = _stages(len(blocks), pp * vpp, bool(p.get("filled_stages"))) if pp > 1 else ()
     policy = "fsdp" if _is_fsdp(p) else family.data
     if policy != "fsdp" and family.data == "ddp" and p.get("distributed_optimizer"):
         policy = "zero1"
@@ -322,22 +322,22 @@ def _recompute(row: dict[str, Any], notes: list[str]) -> tuple[set[str], float, 
     return found, 1.0, every
 
 
-def _stages(blocks: int, stages: int, last: int | None = None) -> list[list[int]]:
+def _stages(blocks: int, stages: int, filled: bool = False) -> list[list[int]]:
     """Return the blocks of each stage; the ends count as layers where that divides evenly.
 
     Args:
         blocks: with both ends.
         stages: of all ranks.
-        last: layers of the last stage, where a recipe says; an MTP layer comes beside them.
+        filled: each has as many layers as another, but the last, which has what is left.
 
     Raises:
         UnknownRowError: fewer layers than stages.
     """
     if blocks - 2 < stages:
         raise UnknownRowError(f"{blocks - 2} layers in {stages} stages")
-    if last is not None:
-        end = blocks - 2 - last  # layers but those, the MTP layer and the head
-        edges = [0, *(1 + round(s * (end - 1) / (stages - 1)) for s in range(1, stages)), blocks]
+    each = math.ceil(blocks / stages)
+    if filled and 1 + each * (stages - 1) < blocks - 1:
+        edges = [0, *(1 + each * s for s in range(1, stages)), blocks]
         return [list(range(a, b)) for a, b in pairwise(edges)]
     if blocks % stages == 0:
         return [

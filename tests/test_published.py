@@ -64,6 +64,10 @@ def test_a_recipe_keeps_layers_from_the_stage_of_the_loss(rows: dict[str, dict])
     step, _, _ = step_of(rows["mb-26.04-deepseek-v3-b200-256-mxfp8"])
     assert [len(stage) for stage in step.stages] == [5, *[4] * 14, 3]
     assert [step.blocks[n].kind for n in step.stages[-1]] == ["AE", "mtp", "head"]
+    row = rows["mb-26.04-deepseek-v3-b200-256-mxfp8"]
+    for pp, counts in ((8, [9, *[8] * 6, 7]), (4, [17, 16, 16, 15])):
+        step, _, _ = step_of({**row, "parallel": row["parallel"] | {"pp": pp, "dp": 256 // pp}})
+        assert [len(stage) for stage in step.stages] == counts
 
 
 def test_copies_of_a_token_are_those_of_all_choices() -> None:
