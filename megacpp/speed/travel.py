@@ -52,11 +52,11 @@ def slowed_by(kind: str, count: float, group: AxisSpread, gpu: GpuSpec) -> float
         group: its ranks.
         gpu: which runs the kernels.
     """
-    if kind != "all_to_all":
+    if kind != "all_to_all" or group.nodes == 1:
         return SLOWED
     inside = count * (1 - 1 / group.size) / (gpu.nvlink_gbs * gpu.nvlink_reached * 1e9)
     share = inside / collectives.seconds(kind, count, group, gpu)
-    return max(SLOWED * min(1.0, share), min(SLOWED, EXCHANGE_SMS / gpu.sms))
+    return min(SLOWED, max(SLOWED * share, EXCHANGE_SMS / gpu.sms))
 
 
 def travel_times(
