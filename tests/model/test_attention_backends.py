@@ -23,12 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megacpp.blocks.attention.compiled import graph_inputs
 from megacpp.blocks.attention.logits import LogitRecorder
 from megacpp.kernels.attention import flex as attention_flex
-from megacpp.kernels.attention.causal import (
-    VARLEN,
-    attention_between,
-    causal_attention,
-    document_mask,
-)
+from megacpp.kernels.attention.causal import VARLEN, causal_attention, document_mask
 from megacpp.kernels.attention.reference import attention_reference
 from megacpp.kernels.backend import Kernels
 from megacpp.model.documents import Documents
@@ -115,9 +110,9 @@ def test_flex_takes_some_queries_and_all_keys_in_any_order(flex_here: None) -> N
     order, part = torch.randperm(23), torch.tensor([0, 17, 1, 2, 18, 22])
     for softcap in (None, 1.5):
         want = causal_attention(q, kv, kv, docs, 0.5, softcap)[:, part]
-        given = q[:, part], kv[:, order], kv[:, order], docs.take(part), docs.take(order)
-        close(attention_between(*given, 0.5, softcap, "flex"), want)
-        close(attention_between(*given, 0.5, softcap, "torch"), want)
+        given, keys = (q[:, part], kv[:, order], kv[:, order], docs.take(part)), docs.take(order)
+        close(causal_attention(*given, 0.5, softcap, "flex", keys), want)
+        close(causal_attention(*given, 0.5, softcap, "torch", keys), want)
 
 
 @pytest.mark.parametrize("window", [0, 1, 120, 300])

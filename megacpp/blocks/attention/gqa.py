@@ -16,7 +16,7 @@ from megacpp.blocks.attention.decoding import CachedHeads
 from megacpp.blocks.attention.logits import LogitRecorder
 from megacpp.blocks.attention.rope import rotary_table, rotate, softmax_scale
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.attention.causal import attention_between, causal_attention
+from megacpp.kernels.attention.causal import causal_attention
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linears import linears
 from megacpp.model.documents import Documents, documents_of
@@ -80,13 +80,8 @@ class CoreAttention(nn.Module):
             share: which of how many equal shares of the heads these are.
         """
         self.observe(q_BTNH, k_BSKH, docs, docs if keys is None else keys, share)
-        parts, settings = (q_BTNH, k_BSKH, v_BSKV), (self.scale, self.softcap)
-        backend = self.kernels.attention
-        if keys is None:
-            return self.recompute("core_attn", causal_attention, *parts, docs, *settings, backend)
-        return self.recompute(
-            "core_attn", attention_between, *parts, docs, keys, *settings, backend
-        )
+        settings = docs, self.scale, self.softcap, self.kernels.attention, keys
+        return self.recompute("core_attn", causal_attention, q_BTNH, k_BSKH, v_BSKV, *settings)
 
     def observe(
         self,

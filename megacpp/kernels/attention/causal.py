@@ -19,74 +19,50 @@ VARLEN = ("varlen", "varlen_padded")  # flash kernels for whole rows
 
 def causal_attention(
     q_BTNH: Tensor,
-    k_BTKH: Tensor,
-    v_BTKV: Tensor,
+    k_BSKH: Tensor,
+    v_BSKV: Tensor,
     docs: Documents,
     scale: float,
     softcap: float | None = None,
     backend: str = "torch",
+    keys: Documents | None = None,
 ) -> Tensor:
-    """Return attention `[B, T, N, V]` within documents of whole rows, by a backend of `attention`.
+    """Return attention `[B, T, N, V]` of queries to the keys of their documents that aren't later.
 
-    By torch's fused kernels rows of one document need no mask. For packed rows it is made once a
+    Queries and keys are those of whole rows, S = T, or with `keys` any tokens of the rows. By
+    torch's fused kernels rows of one document need no mask. For packed rows it is made once a
     batch: SDPA would turn a bool mask into an additive one in every layer, and every layer would
     keep its own. Where heads are grouped, masked SDPA on CUDA expands keys and values to all heads.
 
     Args:
         q_BTNH: queries.
-        k_BTKH: keys.
-        v_BTKV: values.
-        docs: documents.
-        scale: factor of q . k.
-        softcap: cap of the scaled scores; None: none.
-        backend: of `attention` (megacpp/kernels/selection.py).
-    """
-    if backend == "reference":
-        from megacpp.kernels.attention.reference import attention_reference
-
-        return attention_reference(q_BTNH, k_BTKH, v_BTKV, docs, scale, softcap)
-    if backend in VARLEN:
-        assert softcap is None, "flash kernels of torch take no soft cap"
-        equal = q_BTNH.shape[-1] == v_BTKV.shape[-1]
-        assert equal or backend == "varlen_padded", "head dims that differ: varlen_padded"
-        return varlen_attention(q_BTNH, k_BTKH, v_BTKV, docs, scale)
-    return attention_between(q_BTNH, k_BTKH, v_BTKV, docs, docs, scale, softcap, backend)
-
-
-def attention_between(
-    q_BTNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKV: Tensor,
-    queries: Documents,
-    keys: Documents,
-    scale: float,
-    softcap: float | None = None,
-    backend: str = "torch",
-) -> Tensor:
-    """Return attention `[B, T, N, V]` of queries to the keys of their documents that aren't later.
-
-    Queries and keys may be any tokens of the rows. The other backends of `attention` take whole
-    rows.
-
-    Args:
-        q_BTNH: queries.
         k_BSKH: keys.
         v_BSKV: values.
-        queries: documents of the queries.
-        keys: documents of the keys.
+        docs: documents of the queries.
         scale: factor of q . k.
         softcap: cap of the scaled scores; None: none.
-        backend: `flex` or `torch`.
+        backend: of `attention` (megacpp/kernels/selection.py); with `keys`, `flex` or `torch`.
+        keys: documents of the keys; None: those of the queries.
     """
     if backend == "flex":
         from megacpp.kernels.attention.flex import flex_attention
 
-        return flex_attention(q_BTNH, k_BSKH, v_BSKV, queries, keys, scale, softcap)
-    assert backend == "torch", backend
-    rows = keys is queries
-    whole = rows and queries.whole and not queries.window
-    mask_B1TS = None if whole else attention_mask(queries, keys, q_BTNH.dtype, softcap)
-    return attend(q_BTNH, k_BSKH, v_BSKV, scale, softcap, mask_B1TS, causal=rows)
+        return flex_attention(q_BTNH, k_BSKH, v_BSKV, docs, keys or docs, scale, softcap)
+    if backend == "torch":
+        whole = keys is None and docs.whole and not docs.window
+        dtype = q_BTNH.dtype
+        mask_B1TS = None if whole else attention_mask(docs, keys or docs, dtype, softcap)
+        return attend(q_BTNH, k_BSKH, v_BSKV, scale, softcap, mask_B1TS, causal=keys is None)
+    assert keys is None, f"{backend} takes whole rows"
+    if backend == "reference":
+        from megacpp.kernels.attention.reference import attention_reference
+
+        return attention_reference(q_BTNH, k_BSKH, v_BSKV, docs, scale, softcap)
+    assert backend in VARLEN, backend
+    assert softcap is None, "flash kernels of torch take no soft cap"
+    equal = q_BTNH.shape[-1] == v_BSKV.shape[-1]
+    assert equal or backend == "varlen_padded", "head dims that differ: varlen_padded"
+    return varlen_attention(q_BTNH, k_BSKH, v_BSKV, docs, scale)
 
 
 def attend(

@@ -49,7 +49,8 @@ def flex_attention(
 
     Queries and keys may be different tokens of the same rows, in any order.
 
-    Args: as `attention_between` (causal.py).
+    Args: as `causal_attention` (causal.py), and
+        queries: documents of the queries.
     """
     q, k, v = (x.to(autocast_dtype(x) or x.dtype).transpose(1, 2) for x in (q_BTNH, k_BSKH, v_BSKV))
     o_BNTV = fused()(
