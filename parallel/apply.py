@@ -25,8 +25,7 @@ from parallel.context.attention import ContextAttention
 from parallel.context.convolution import ContextConv
 from parallel.context.layout import ContextLayout
 from parallel.context.scan import ContextScan, heads_if_divisible
-from parallel.expert.parallel import ExpertParallel
-from parallel.expert.routing import SpreadRouter
+from parallel.expert.parallel import ExpertParallel, SpreadRouter
 from parallel.fsdp import shard_model
 from parallel.mesh import World
 from parallel.plans import row_of

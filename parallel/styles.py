@@ -24,6 +24,7 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     VocabularyShard,
     merge_statistics,
 )
+from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead, Table
 from megacpp.model.norm import NormOverHeads
 from megacpp.model.recompute import PLAIN, Recompute
@@ -115,6 +116,26 @@ class ShardHead(ShardModule):
             return x, labels, *further
 
         module.register_forward_pre_hook(entering)
+        return module
+
+
+class ShardExpertMixer(ShardModule):
+    """Style of an E mixer: router and routed experts get the documents of the rank's own tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        rank, size = device_mesh.get_local_rank(), device_mesh.size()
+
+        def own_tokens(_: nn.Module, args: tuple[Tensor, Documents]) -> tuple[Tensor, Documents]:
+            x_BtD, docs = args
+            t, device = docs.ids_BT.shape[1] // size, docs.ids_BT.device
+
+            def own() -> Documents:
+                return docs.take(torch.arange(rank * t, (rank + 1) * t, device=device))
+
+            return x_BtD, docs.memo(("tokens", rank, size), own)
+
+        module.register_forward_pre_hook(own_tokens)
         return module
 
 

@@ -29,10 +29,10 @@ from megacpp.model.hybrid import HybridLM
 from megacpp.model.norm import NormOverHeads
 from megacpp.model.scan import SequenceScan
 from parallel.collectives import all_sum_plain
-from parallel.expert.routing import ShardExpertMixer
 from parallel.notation import Array
 from parallel.plans import activation_layouts, row_of
 from parallel.styles import (
+    ShardExpertMixer,
     ShardHead,
     ShardModule,
     ShardNorm,

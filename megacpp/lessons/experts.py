@@ -26,8 +26,7 @@ from megacpp.lessons.differences import relative
 from megacpp.model.documents import Documents
 from megacpp.model.init import Slice, initialise
 from parallel.context.layout import ContextLayout
-from parallel.expert.parallel import ExpertParallel, Kind
-from parallel.expert.routing import SpreadRouter
+from parallel.expert.parallel import ExpertParallel, Kind, SpreadRouter
 from parallel.fsdp import shard_slice
 from parallel.mesh import World
 from parallel.notation import Array

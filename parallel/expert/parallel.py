@@ -3,7 +3,8 @@
 An E mixer routes the tokens of its own rank. `ExpertParallel` swaps its `dispatch` and `combine`;
 between them the mixer's own `experts` work on the rows of all ranks, so that recomputing `experts`
 alone sends nothing again. It does not touch parameters: the plan gives each rank the experts
-[r * E / ep, (r + 1) * E / ep) in order.
+[r * E / ep, (r + 1) * E / ep) in order. `SpreadRouter` swaps the router's counts of choices, with
+or without `ep`.
 
 Legend: T tokens, K experts of a token, D model, S slots (rows in expert order).
 """
@@ -23,6 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import Arrived, MixtureOfExperts, expert_capacity
+from megacpp.blocks.experts.router import Router
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.experts.grouped_mm import row_multiple
 from parallel.expert.even_routing import EvenRouting
@@ -34,6 +36,7 @@ from parallel.expert.exchange import (
     send_slots,
     send_tokens,
 )
+from parallel.expert.load import BatchLoadOfRanks, DocumentLoadOfRanks
 
 Kind = Literal["per_rank", "per_expert", "padded"]
 
@@ -59,6 +62,27 @@ class ExpertParallel(ParallelStyle):
         group, kernels = device_mesh.get_group(), module.experts.kernels
         module.dispatch = ExpertDispatch(module.moe, group, self.kind, self.balanced, kernels)
         module.combine = ExpertCombine()
+        return module
+
+
+class SpreadRouter(ParallelStyle):
+    """Style of a router of some tokens of a microbatch; applied over all ranks of a stage.
+
+    Args:
+        row: the ranks that hold tokens of the same rows. Where there is more than one, `docs` must
+            be a part that refers to its rows (`Documents.take`), of as many tokens on each rank.
+    """
+
+    def __init__(self, row: DeviceMesh) -> None:
+        self.row = row
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Router)
+        stage, row, experts = device_mesh.get_group(), self.row.get_group(), module.moe.num_experts
+        if stage.size() > 1:
+            module.batch_load = BatchLoadOfRanks(experts, stage)
+        if row.size() > 1:
+            module.document_load = DocumentLoadOfRanks(experts, row)
         return module
 
 
