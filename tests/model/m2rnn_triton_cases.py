@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp.kernels.m2rnn import triton_launch
-from megacpp.kernels.m2rnn.backends import m2rnn_carried, m2rnn_chunked
+from megacpp.kernels.m2rnn.backends import m2rnn_chunked
 from megacpp.kernels.m2rnn.chunks import StateClip
 from megacpp.kernels.m2rnn.reference import m2rnn_sequential
 from megacpp.kernels.m2rnn.triton_kernels import tanh
@@ -182,9 +182,10 @@ def test_a_part_of_a_row_takes_a_state_and_hands_one_on(clip: str) -> None:
     h_BNKV, ys = leaves[0].new_zeros(shape), []
     for part in (slice(0, 6), slice(6, 9)):
         some = Documents(docs.ids_BT[:, part], docs.positions_BT[:, part])
-        y, h_BNKV = m2rnn_carried(
+        y, h_BNKV = m2rnn_chunked(
             *(x[:, part] for x in leaves[:4]),
             *(leaves[4], some, h_BNKV, CLIPS[clip], 4),
+            by_row=True,
             backend="triton",
         )
         ys.append(y)

@@ -19,7 +19,7 @@ from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.m2rnn.descriptor import heads_exchanged
 from megacpp.blocks.m2rnn.module import M2RNN, M2RNNScan
 from megacpp.config.schema import MeshConfig, ModelConfig
-from megacpp.kernels.m2rnn.backends import m2rnn_carried
+from megacpp.kernels.m2rnn.backends import m2rnn_chunked
 from megacpp.kernels.m2rnn.chunks import StateClip
 from megacpp.kernels.m2rnn.reference import m2rnn_sequential
 from megacpp.lessons.context import (
@@ -127,7 +127,8 @@ def test_a_carried_state_is_the_sequential_one(mode: Literal["total", "carried"]
         q, k, v, f = (x[:, tokens] for x in leaves)
         part = docs.take(torch.arange(TOKENS)[tokens])
         h_BNKV = torch.where(part.positions_BT[:, 0, None, None, None] > 0, h_BNKV, 0.0)
-        y, h_BNKV = m2rnn_carried(q, k, v, f.sigmoid(), w_NVV, part, h_BNKV, clip, chunk_size=5)
+        given = q, k, v, f.sigmoid(), w_NVV, part, h_BNKV, clip
+        y, h_BNKV = m2rnn_chunked(*given, chunk_size=5, by_row=True)
         ys.append(y)
     got = (torch.cat(ys, 1), h_BNKV)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from megacpp.blocks.m2rnn.descriptor import M2RNN_KIND
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linears import linears
-from megacpp.kernels.m2rnn.backends import m2rnn_carried, m2rnn_chunked
+from megacpp.kernels.m2rnn.backends import m2rnn_chunked
 from megacpp.kernels.m2rnn.chunks import StateClip
 from megacpp.kernels.m2rnn.reference import m2rnn_step
 from megacpp.kernels.recurrent_gates import decay, gated_residual
@@ -191,16 +192,7 @@ class M2RNNScan(nn.Module):
 
     def forward(self, inputs: M2RNNInputs, weights: M2RNNWeights, docs: Documents | None) -> Tensor:
         """Return outputs `[B, T, N, V]`."""
-        y_BTNV, _ = m2rnn_chunked(
-            *self._tensors(inputs, weights),
-            docs,
-            clip=self.clip,
-            chunk_size=self.chunk_size,
-            final_states=False,
-            keep_states=self.keep_states,
-            backend=self.kernels.m2rnn,
-        )
-        return y_BTNV
+        return self._run(inputs, weights, docs, final_states=False)[0]
 
     def extend(
         self,
@@ -240,17 +232,16 @@ class M2RNNScan(nn.Module):
             docs: documents of the part.
             entering: state in front of it, `[B, N, K, V]`.
         """
-        return m2rnn_carried(
-            *self._tensors(inputs, weights),
-            docs,
-            entering,
-            self.clip,
-            self.chunk_size,
-            self.keep_states,
-            backend=self.kernels.m2rnn,
-        )
+        return self._run(inputs, weights, docs, entering, by_row=True)
 
-    def _tensors(
-        self, inputs: M2RNNInputs, weights: M2RNNWeights
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return inputs.q_BTNK, inputs.k_BTNK, inputs.v_BTNV, inputs.f_BTN, weights.w_NVV
+    def _run(
+        self,
+        inputs: M2RNNInputs,
+        weights: M2RNNWeights,
+        docs: Documents | None,
+        entering: Tensor | None = None,
+        **states: bool,
+    ) -> Any:
+        given = inputs.q_BTNK, inputs.k_BTNK, inputs.v_BTNV, inputs.f_BTN, weights.w_NVV, docs
+        settings = {"keep_states": self.keep_states, "backend": self.kernels.m2rnn}
+        return m2rnn_chunked(*given, entering, self.clip, self.chunk_size, **states, **settings)

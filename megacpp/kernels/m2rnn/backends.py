@@ -1,4 +1,4 @@
-"""M2RNN recurrence over whole rows, and over parts of rows, by a backend of `m2rnn`.
+"""M2RNN recurrence over whole rows, or over parts of rows, by a backend of `m2rnn`.
 
 `Sequences` says where the state of packed documents restarts, forward and backward.
 
@@ -8,8 +8,8 @@ Legend: as megacpp/kernels/m2rnn/reference.py.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ def m2rnn_chunked(
     chunk_size: int = 64,
     final_states: bool = True,
     keep_states: bool = False,
+    by_row: bool = False,
     *,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor | None]:
@@ -44,54 +45,39 @@ def m2rnn_chunked(
     chunk again; with `keep_states` states and tanh of every token instead, twice `[T, N, B, K, V]`,
     and nothing is recomputed.
 
+    With `by_row` the tokens are a part of each row, and the states `[B, N, K, V]`, in the
+    recurrence's dtype, those on its left and right: the first token of a row sees the one, whatever
+    `docs` says. A gradient that arrives for the other meets the clip as if the tokens that it comes
+    from were here, so that parts of a row add up to the row.
+
     Args: as `m2rnn_sequential` (reference.py), and
         chunk_size: tokens of a chunk.
         final_states: return them; with packed documents their number is read from the device.
         keep_states: save states and tanh of every token.
+        by_row: states are of rows, not of documents.
         backend: of `m2rnn` (megacpp/kernels/selection.py): `torch`, `triton`, `reference`.
     """
     if backend == "reference":
+        assert not by_row
         from megacpp.kernels.m2rnn.reference import m2rnn_sequential
 
         return m2rnn_sequential(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV, docs, initial_SNKV, clip)
-    given = q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV
     seqs = sequences_of(docs, v_BTNV)
-    plan = ChunkPlan(
-        seqs, clip, chunk_size, *heads_and_dtype(*given), final_states, keep_states=keep_states
-    )
-    return _run(given, initial_SNKV, plan, backend)
+    if by_row:
+        row_B1 = torch.arange(len(v_BTNV), device=v_BTNV.device)[:, None]
+        seqs = replace(seqs, index_BT=row_B1.expand_as(seqs.starts_BT))
+    sizes = heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
+    plan = ChunkPlan(seqs, clip, chunk_size, *sizes, final_states, by_row, keep_states)
+    function: type[Function] = Chunked
+    if backend == "triton":
+        from megacpp.kernels.m2rnn.triton import TritonChunked
 
-
-def m2rnn_carried(
-    q_BTNK: Tensor,
-    k_BTNK: Tensor,
-    v_BTNV: Tensor,
-    f_BTN: Tensor,
-    w_NVV: Tensor,
-    docs: Documents,
-    entering_BNKV: Tensor,
-    clip: StateClip | None = None,
-    chunk_size: int = 64,
-    keep_states: bool = False,
-    *,
-    backend: str = "torch",
-) -> tuple[Tensor, Tensor]:
-    """Return `m2rnn_chunked` of a part of each row, with the states on its left and right.
-
-    The first token of a row sees `entering`, whatever `docs` says. Both states `[B, N, K, V]` have
-    the recurrence's dtype. A gradient that arrives for the one that leaves meets the clip as if the
-    tokens that it comes from were here, so that parts of a row add up to the row.
-
-    Args: as `m2rnn_chunked`, and
-        docs: documents of the part.
-        entering_BNKV: state in front of the part.
-        backend: `torch` or `triton`.
-    """
-    given = q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV
-    seqs, row_B = sequences_of(docs, v_BTNV), torch.arange(len(v_BTNV), device=v_BTNV.device)
-    seqs = _RowStates(seqs.starts_BT, row_B[:, None].expand_as(seqs.starts_BT), seqs.entries)
-    plan = ChunkPlan(seqs, clip, chunk_size, *heads_and_dtype(*given), True, True, keep_states)
-    return _run(given, entering_BNKV, plan, backend)
+        function = TritonChunked
+    else:
+        assert backend == "torch", backend
+    initial_SNKV = initial_SNKV if initial_SNKV is None else initial_SNKV.to(plan.dtype)
+    with no_autocast(v_BTNV):
+        return function.apply(q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, initial_SNKV, plan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,32 +148,3 @@ def _from_starts(starts_BT: Tensor) -> Sequences:
     if starts_BT.device.type == "cpu" and type(starts_BT) is Tensor:
         entries = frozenset(starts_BT.any(0).nonzero()[1:, 0].tolist())
     return Sequences(starts_BT, index_BT, entries)
-
-
-class _RowStates(Sequences):
-    """Sequences where only rows have an initial and a final state: the index is the row's."""
-
-    def enter(self, h_NBKV: Tensor, initial_SNKV: Tensor | None, t: int) -> Tensor:
-        return super().enter(h_NBKV, initial_SNKV if t == 0 else None, t)
-
-    def leave(
-        self, dh_NBKV: Tensor, dinitial_SNKV: Tensor | None, dfinal_SNKV: Tensor | None, t: int
-    ) -> Tensor:
-        return super().leave(dh_NBKV, None, None, t)
-
-
-def _run(
-    given: tuple[Tensor, ...], initial_SNKV: Tensor | None, plan: ChunkPlan, backend: str
-) -> Any:
-    """Return outputs and final states by a backend's autograd Function."""
-    function: type[Function] = Chunked
-    if backend == "triton":
-        from megacpp.kernels.m2rnn.triton import TritonChunked
-
-        function = TritonChunked
-    else:
-        assert backend == "torch", backend
-    q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV = given
-    initial_SNKV = initial_SNKV if initial_SNKV is None else initial_SNKV.to(plan.dtype)
-    with no_autocast(v_BTNV):
-        return function.apply(q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, initial_SNKV, plan)

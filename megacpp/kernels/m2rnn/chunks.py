@@ -54,7 +54,7 @@ class ChunkPlan:
     num_heads: int
     dtype: torch.dtype  # of states and of every computation
     final_states: bool
-    by_row: bool = False  # one final state per row instead of one per sequence
+    by_row: bool = False  # one initial and final state per row instead of one per sequence
     keep_states: bool = False  # of every token, for a backward without another recurrence
 
     def spans(self) -> list[slice]:
@@ -156,6 +156,7 @@ class _Chunk:
 
     def _before(self, c: int, h_NBKV: Tensor, initial_SNKV: Tensor | None) -> Tensor:
         """Return the state that the token at such a place sees instead of `h`."""
+        initial_SNKV = None if self.plan.by_row else initial_SNKV  # which is in front of a row
         return self.plan.seqs.enter(h_NBKV, initial_SNKV, self.first + c)
 
     def _run(self, initial_SNKV: Tensor | None, states_C1NBKV: Tensor) -> dict[int, Tensor]:
@@ -191,6 +192,8 @@ class _Chunk:
         dL/dh_{t-1} = f_t dL/dh_t + dL/dx_t W^T (+ q_{t-1} dy_{t-1}^T, when token t - 1 comes).
         """
         total, carried = self.plan.bound("total"), self.plan.bound("carried")
+        if self.plan.by_row:  # inside a row no token has the states in front of it and behind it
+            dinitial_SNKV = dfinal_SNKV = None
         dafter_CNBKV = self.q_CNBK[..., :, None] * dy_CNBV[..., None, :]
         dx_CNBKV = (1 - self.z_CNBKV.square()).mul_(1 - self.f_CNB11)
         w_back_NVV = self.w_NVV.transpose(1, 2).contiguous()
