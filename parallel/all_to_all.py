@@ -9,11 +9,12 @@ The others are in collectives.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from parallel.collectives import paired
 
 _OPS = torch.ops._c10d_functional
 
@@ -30,9 +31,8 @@ def exchange(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tens
         join: dim that is joined.
         group: the ranks.
     """
-    if group.size() == 1:
-        return x
-    return _Exchange.apply(x, split, join, group)  # type: ignore[return-value]
+    forth, back = (split, join, group), (join, split, group)
+    return paired(x, group, (exchange_plain, *forth), (exchange_plain, *back))
 
 
 def send_rows(
@@ -46,9 +46,8 @@ def send_rows(
         arriving: rows from each rank; as many as that rank has for this one in `leaving`.
         group: the ranks.
     """
-    if group.size() == 1:
-        return x_SD
-    return _SendRows.apply(x_SD, list(leaving), list(arriving), group)  # type: ignore[return-value]
+    forth, back = (leaving, arriving, group), (arriving, leaving, group)
+    return paired(x_SD, group, (send_rows_plain, *forth), (send_rows_plain, *back))
 
 
 def exchange_plain(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
@@ -87,28 +86,3 @@ def send_rows_plain(
     return _OPS.wait_tensor(
         _OPS.all_to_all_single(x.contiguous(), list(arriving), list(leaving), name)
     )
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.split, ctx.join, ctx.group = split, join, group
-        return exchange_plain(x, split, join, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange_plain(grads[0], ctx.join, ctx.split, ctx.group), None, None, None
-
-
-class _SendRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, leaving: list[int], arriving: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.leaving, ctx.arriving, ctx.group = leaving, arriving, group
-        return send_rows_plain(x, leaving, arriving, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        back = send_rows_plain(grads[0], ctx.arriving, ctx.leaving, ctx.group)
-        return back, None, None, None

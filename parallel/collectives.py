@@ -28,7 +28,7 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     Backward sums the gradients of all ranks and returns this rank's part, so that ranks may use
     the whole for different work.
     """
-    return x if group.size() == 1 else _Gather.apply(x, dim, group)  # type: ignore[return-value]
+    return paired(x, group, (gather_plain, dim, group), (scatter_sum_plain, dim, group))
 
 
 def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -36,7 +36,7 @@ def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
     `dim` must divide by the group's size. Backward gathers the parts of the gradient.
     """
-    return x if group.size() == 1 else _ScatterSum.apply(x, dim, group)  # type: ignore[return-value]
+    return paired(x, group, (scatter_sum_plain, dim, group), (gather_plain, dim, group))
 
 
 def all_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -44,7 +44,7 @@ def all_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Backward sums the gradients too: each rank uses the sum for a part of the work of its own.
     """
-    return x if group.size() == 1 else _AllSum.apply(x, group)  # type: ignore[return-value]
+    return paired(x, group, (all_sum_plain, group), (all_sum_plain, group))
 
 
 def gather_plain(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -76,34 +76,28 @@ def all_sum_plain(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
-class _Gather(torch.autograd.Function):
+def paired(
+    x: Tensor, group: dist.ProcessGroup, forth: tuple[Any, ...], back: tuple[Any, ...]
+) -> Tensor:
+    """Return what a collective makes of `x`, with another one as its backward.
+
+    Args:
+        x: any shape.
+        group: the ranks; of one rank nothing is called.
+        forth: function of a tensor without a gradient, and its further arguments.
+        back: the same of the gradient.
+    """
+    return x if group.size() == 1 else _Paired.apply(x, forth, back)  # type: ignore[return-value]
+
+
+class _Paired(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return gather_plain(x, dim, group)
+    def forward(ctx: Any, x: Tensor, forth: tuple[Any, ...], back: tuple[Any, ...]) -> Tensor:
+        ctx.back = back
+        function, *how = forth
+        return function(x, *how)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return scatter_sum_plain(grads[0], ctx.dim, ctx.group), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return scatter_sum_plain(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return gather_plain(grads[0], ctx.dim, ctx.group), None, None
-
-
-class _AllSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_sum_plain(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_sum_plain(grads[0], ctx.group), None
+        function, *how = ctx.back
+        return function(grads[0], *how), None, None
