@@ -38,14 +38,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacpp.blocks.experts.module import Arrived
-from megacpp.kernels.experts.copies import gather_rows, spread_rows
-from megacpp.kernels.experts.rows import (
-    Groups,
-    group_rows,
-    group_rows_of_sizes,
-    group_rows_to_capacity,
-    sum_rows,
-)
+from megacpp.kernels.experts.copies import gather_rows, group_rows_of_sizes, spread_rows
+from megacpp.kernels.experts.rows import Groups, group_rows, group_rows_to_capacity, sum_rows
 from megacpp.torch_extras import listed
 from parallel.all_to_all import send_rows, send_rows_plain
 from parallel.collectives import gather_plain

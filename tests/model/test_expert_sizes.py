@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megacpp.kernels.experts.copies import spread_rows
-from megacpp.kernels.experts.rows import (
-    group_rows,
-    group_rows_of_sizes,
-    sum_rows,
-)
+from megacpp.kernels.experts.copies import group_rows_of_sizes, spread_rows
+from megacpp.kernels.experts.rows import group_rows, sum_rows
 from tests.model.test_expert_kernels import linear, randn
 
 EXPERTS = torch.tensor([[2, 0], [0, 2], [2, 1], [0, 2], [2, 0]])  # 4, 1 and 5 of 3, none of 3

@@ -1,10 +1,12 @@
-"""Rows that are copied and weighed on the way to other ranks and back.
+"""Rows that are grouped, copied and weighed on the way to other ranks and back.
 
-Legend: T tokens, K experts of a token, S slots (rows in expert order), D model.
+Legend: T tokens, K experts of a token, N = T * K copies, S slots (rows in expert order), D model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,9 +17,31 @@ from megacpp.kernels.experts.rows import (
     copies_of_slots,
     rows_of_slots,
     sum_of_slots,
+    unsort,
     weights_of_slots,
 )
-from megacpp.torch_extras import once_differentiable
+from megacpp.torch_extras import listed, once_differentiable
+
+
+def group_rows_of_sizes(expert_TK: Tensor, sizes: Sequence[int], multiple: int = 1) -> Groups:
+    """Return the groups of `group_rows` when the host knows how many copies each expert has.
+
+    S is exact on any device and the host never waits. A copy for expert `len(sizes)` has no slot.
+    """
+    padded = [-(-size // multiple) * multiple for size in sizes]
+    first, start = accumulate(sizes, initial=0), accumulate(padded, initial=0)
+    shifts = [slot - copy for slot, copy in zip(start, first, strict=True)]
+    sorted_N, order_N = torch.sort(expert_TK.flatten(), stable=True)
+    place_N = torch.arange(len(sorted_N), device=sorted_N.device)
+    slot_N = place_N + listed(shifts, sorted_N.device)[sorted_N]
+    owned = sum(sizes)
+    token_S = slot_N.new_zeros(sum(padded))
+    token_S.scatter_(0, slot_N[:owned], order_N[:owned] // expert_TK.shape[1])
+    if owned == len(sorted_N):
+        return Groups(unsort(slot_N, order_N, expert_TK), token_S, padded)
+    kept_N = place_N < owned
+    slot_KT = unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
+    return Groups(slot_KT, token_S, padded, unsort(kept_N, order_N, expert_TK))
 
 
 def spread_rows(x_TD: Tensor, groups: Groups) -> Tensor:

@@ -6,17 +6,15 @@ slots (rows in expert order), D model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacpp.kernels.experts.sizes import most_slots
-from megacpp.torch_extras import listed, once_differentiable
+from megacpp.torch_extras import once_differentiable, wide
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def group_rows(
     _, order_N, slot_N, padded_E = _padded(expert_TK, num_experts, multiple)
     slots = _slots(padded_E, len(slot_N), multiple)
     token_S = slot_N.new_zeros(slots).scatter_(0, slot_N, order_N // expert_TK.shape[1])
-    return Groups(_unsort(slot_N, order_N, expert_TK), token_S, padded_E)
+    return Groups(unsort(slot_N, order_N, expert_TK), token_S, padded_E)
 
 
 def _group_owned(expert_TK: Tensor, num_experts: int, multiple: int) -> Groups:
@@ -86,9 +84,9 @@ def _group_owned(expert_TK: Tensor, num_experts: int, multiple: int) -> Groups:
     slots = _slots(padded_E, len(expert_TK) * min(expert_TK.shape[1], num_experts), multiple)
     token_S = slot_N.new_zeros(slots + 1)  # the last slot takes what has none
     token_S.scatter_(0, torch.where(kept_N, slot_N, slots), order_N // expert_TK.shape[1])
-    slot_KT = _unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
+    slot_KT = unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
     counts_X = torch.cat([padded_E, (slots - padded_E.sum()).view(1)])
-    return Groups(slot_KT, token_S[:-1], counts_X, _unsort(kept_N, order_N, expert_TK))
+    return Groups(slot_KT, token_S[:-1], counts_X, unsort(kept_N, order_N, expert_TK))
 
 
 def _padded(
@@ -113,27 +111,6 @@ def _slots(padded_E: Tensor, copies: int, multiple: int) -> int:
     return most_slots(len(padded_E), copies, multiple)
 
 
-def group_rows_of_sizes(expert_TK: Tensor, sizes: Sequence[int], multiple: int = 1) -> Groups:
-    """Return the groups of `group_rows` when the host knows how many copies each expert has.
-
-    S is exact on any device and the host never waits. A copy for expert `len(sizes)` has no slot.
-    """
-    padded = [-(-size // multiple) * multiple for size in sizes]
-    first, start = accumulate(sizes, initial=0), accumulate(padded, initial=0)
-    shifts = [slot - copy for slot, copy in zip(start, first, strict=True)]
-    sorted_N, order_N = torch.sort(expert_TK.flatten(), stable=True)
-    place_N = torch.arange(len(sorted_N), device=sorted_N.device)
-    slot_N = place_N + listed(shifts, sorted_N.device)[sorted_N]
-    owned = sum(sizes)
-    token_S = slot_N.new_zeros(sum(padded))
-    token_S.scatter_(0, slot_N[:owned], order_N[:owned] // expert_TK.shape[1])
-    if owned == len(sorted_N):
-        return Groups(_unsort(slot_N, order_N, expert_TK), token_S, padded)
-    kept_N = place_N < owned
-    slot_KT = _unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
-    return Groups(slot_KT, token_S, padded, _unsort(kept_N, order_N, expert_TK))
-
-
 def group_rows_to_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -> Groups:
     """Return groups of exactly `capacity` slots; copies past that are dropped, latest first.
 
@@ -147,8 +124,8 @@ def group_rows_to_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -
     slots = num_experts * capacity
     token_S = slot_N.new_zeros(slots + 1)  # the last slot takes dropped copies
     token_S.scatter_(0, torch.where(kept_N, slot_N, slots), order_N // expert_TK.shape[1])
-    slot_KT = _unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
-    return Groups(slot_KT, token_S[:-1], None, _unsort(kept_N, order_N, expert_TK))
+    slot_KT = unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
+    return Groups(slot_KT, token_S[:-1], None, unsort(kept_N, order_N, expert_TK))
 
 
 def weigh_slots(weights_TK: Tensor, groups: Groups) -> Tensor:
@@ -183,7 +160,7 @@ def _sort(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return sorted_N, order_N, torch.searchsorted(sorted_N, every_X)
 
 
-def _unsort(value_N: Tensor, order_N: Tensor, expert_TK: Tensor) -> Tensor:
+def unsort(value_N: Tensor, order_N: Tensor, expert_TK: Tensor) -> Tensor:
     """Return values in sorted order as `[K, T]`, a view of `[T, K]`."""
     back_N = torch.empty_like(value_N).scatter_(0, order_N, value_N)
     return back_N.view(expert_TK.shape).T
@@ -215,11 +192,11 @@ def sum_of_slots(
         given = rows_SD, groups.slot_KT, groups.kept_KT
         return experts_triton.sum_of_slots(*given, plus_TD=plus_TD, dtype=dtype or torch.float32)
     if not len(groups.token_S):  # no token has a slot
-        total_TD = _at_least_fp32(rows_SD.new_zeros(groups.slot_KT.shape[1], rows_SD.shape[1]))
+        total_TD = wide(rows_SD.new_zeros(groups.slot_KT.shape[1], rows_SD.shape[1]))
         return _rounded(total_TD, plus_TD, dtype)
     total_TD = None
     for k, slot_T in enumerate(groups.slot_KT):
-        part_TD = _at_least_fp32(rows_SD.index_select(0, slot_T))
+        part_TD = wide(rows_SD.index_select(0, slot_T))
         if groups.kept_KT is not None:
             part_TD.masked_fill_(~groups.kept_KT[k, :, None], 0.0)
         total_TD = part_TD if total_TD is None else total_TD.add_(part_TD)
@@ -255,10 +232,6 @@ def copies_of_slots(value_S: Tensor, groups: Groups) -> Tensor:
     if groups.kept_KT is not None:
         value_TK.masked_fill_(~groups.kept_KT.T, 0.0)
     return value_TK
-
-
-def _at_least_fp32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 class _Sum(torch.autograd.Function):
