@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
+from megacpp.blocks.experts.null_router import NullRouter
 from megacpp.config.schema import MeshConfig, ModelConfig
 from megacpp.lessons.differences import relative
 from megacpp.model.documents import Documents
@@ -106,6 +107,7 @@ def outcome(case: ExpertCase, world: World) -> ExpertOutcome:
     docs = Documents.from_ids((randn(B, T, seed=3) > 0.9).cumsum(1))  # some longer than a rank's
     whole = mixer_of(ROUTERS[case.router], case.torch_dtype, BIASES[case.bias])
     if case.bias == "nulls":  # some tokens go nowhere; of the last rows all
+        assert isinstance(whole.router, NullRouter)
         whole.router.null_score.fill_(0.9)
         x_BTD[-1] = 0.0
     want = backward(whole, x_BTD, docs, cotangent_BTD)

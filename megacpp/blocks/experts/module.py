@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megacpp.blocks.dense.module import MLP
 from megacpp.blocks.experts.choices import DECIMALS, null_copies
 from megacpp.blocks.experts.config import MoEConfig
+from megacpp.blocks.experts.null_router import NullRouter
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
@@ -182,7 +183,7 @@ class MixtureOfExperts(Tokenwise):
     Dropless by default: every choice is computed. With `capacity_factor` each expert takes the
     first `capacity` choices of a batch and the rest contribute nothing; then shapes are static,
     but whether a token is dropped depends on the tokens before it, of any document. Choices of null
-    experts (`Router`) have no slot and are never sent.
+    experts (`NullRouter`) have no slot and are never sent.
 
     Expert parallelism swaps `dispatch` and `combine`. Nothing between the two but `experts` touches
     a row, so recomputing `experts` alone repeats neither.
@@ -191,7 +192,7 @@ class MixtureOfExperts(Tokenwise):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.moe = config.moe
-        self.router = Router(config)
+        self.router: Router = (NullRouter if null_copies(config.moe) else Router)(config)
         self.experts = Experts(config)
         self.dispatch: nn.Module = Dispatch(config.moe)
         self.combine: nn.Module = Combine()

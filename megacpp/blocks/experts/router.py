@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacpp.blocks.experts.choices import columns, first_null_score, null_copies, slots
+from megacpp.blocks.experts.choices import columns
 from megacpp.blocks.experts.loads import BatchLoad, DocumentLoad
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
@@ -25,7 +25,6 @@ from megacpp.model.linear_init import input_rule
 from megacpp.model.recompute import PLAIN, Recompute, recomputing
 from megacpp.torch_extras import once_differentiable
 
-FINE = 2.0**24  # in what scores are counted
 ROUTER_TERMS = ("balance", "sequence", "z")
 
 
@@ -49,22 +48,11 @@ class Router(AuxiliarySource):
     `route_scale`. A single normalised weight is constant: with `top_k=1`, sigmoid and post-softmax
     routers learn from the auxiliary losses alone.
 
-    With `null_rho` < 1 a choice may go to a null expert, which computes nothing and weighs nothing:
-    the K best experts are chosen as far as their score (and bias) is above that of a null. Weights
-    are of the others alone, so that no loss has a gradient for the score of a null, which therefore
-    is no function of the token: a learned row of `weight` would stay what it was at first. It is
-    measured instead: where scores rise or fall together, nothing but their order matters to a loss,
-    and steps of a bias could not keep up.
-
     Attributes:
+        nulls: null experts among which a token may choose (null_router.py).
         expert_bias: `(E,)`, added to sigmoid scores for the choice only; moved by `update_bias`.
-        null_score: `()`, with null experts: what their score is, that between the `top_k` best
-            experts of a token and the others (bias included), on average over the last step.
-        null_bias: `()`, added to it (to its logarithm, of a softmax); moved by `update_bias`, so
-            that tokens have `top_k` real experts on average.
         tokens_per_expert: int64 `(E,)`, choices since the last `update_bias`; sum it over the
-            ranks that hold different tokens before that. With null experts `(E + 2,)`: choices that
-            were null, of K each, and the sum of what `null_score` is the mean of, times `FINE`.
+            ranks that hold different tokens before that.
         gradient_squares: for the record, the squared norms of the gradients of the logits by what
             comes after the router, and by the auxiliary losses: sums over the tokens of all
             microbatches since the last `update_bias`, so that sums over ranks are those of one
@@ -72,10 +60,9 @@ class Router(AuxiliarySource):
     """
 
     expert_bias: Tensor
-    null_score: Tensor
-    null_bias: Tensor
     tokens_per_expert: Tensor
     gradient_squares: Tensor
+    nulls = 0
     recompute: Recompute = PLAIN
     kernels: Kernels = PLAIN_KERNELS
 
@@ -83,15 +70,12 @@ class Router(AuxiliarySource):
         super().__init__()
         self.config, self.moe = config, config.moe
         num_experts = config.moe.num_experts
-        self.top_k, self.nulls = columns(config.moe), null_copies(config.moe)
+        self.top_k = columns(config.moe)
         self.weight = nn.Parameter(torch.empty(num_experts, config.dim))
         self.batch_load: nn.Module = BatchLoad(num_experts)
         self.document_load: nn.Module = DocumentLoad(num_experts)
         self.register_buffer("expert_bias", torch.empty(num_experts))
-        if self.nulls:
-            self.register_buffer("null_score", torch.empty(()))
-            self.register_buffer("null_bias", torch.empty(()))
-        counts_E = torch.empty(num_experts + 2 * (self.nulls > 0), dtype=torch.int64)
+        counts_E = torch.empty(num_experts, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", counts_E, persistent=False)
         self.register_losses()
         self.register_buffer("gradient_squares", torch.empty(2), persistent=False)
@@ -123,9 +107,7 @@ class Router(AuxiliarySource):
             total = reduce(torch.add, losses.values())
             weights_TK = AttachLoss.apply(routing.weights_TK, total, self.aux_scale)
         if learns and not recomputing():
-            self.count(routing.indices_TK)
-            if self.nulls:
-                self.measure(routing.scores_TE)
+            self.observe(routing)
         return weights_TK, routing.indices_TK, x_TD
 
     @property
@@ -160,47 +142,25 @@ class Router(AuxiliarySource):
             weights_TK = weights_TK * self.moe.route_scale
         return Routing(logits_TE, scores_TE.detach(), indices_TK, weights_TK)
 
+    def observe(self, routing: Routing) -> None:
+        """Count what a training forward chose."""
+        self.count(routing.indices_TK)
+
     @torch.no_grad()
     def count(self, indices_TK: Tensor) -> None:
         """Add choices to `tokens_per_expert`."""
         self.tokens_per_expert.scatter_(0, indices_TK.flatten(), 1, reduce="add")
 
     @torch.no_grad()
-    def measure(self, scores_TE: Tensor) -> None:
-        """Add the score at which a null belongs, in whole numbers, whose sum has no order."""
-        best_TK = self._selection(scores_TE).topk(self.top_k, dim=1).values
-        last, next_one = self.moe.top_k - 1, min(self.moe.top_k, self.top_k - 1)
-        between_T = (best_TK[:, last] + best_TK[:, next_one]).double() / 2
-        self.tokens_per_expert[-1] += (between_T * FINE).round().to(torch.int64).sum()
-
-    @property
-    def null_level(self) -> Tensor:
-        """Score of a null with its bias."""
-        if self.moe.score == "sigmoid":
-            return self.null_score + self.null_bias
-        return self.null_score * self.null_bias.exp()
-
-    @torch.no_grad()
     def update_bias(self) -> None:
         """Update the bias once per step, after counts were summed over ranks: b += rate * sign.
 
         sign(mean count - count): idle experts become easier to choose, busy ones harder. The
-        comparison is of integers, so that equal loads leave the bias exactly alone. That of nulls
-        goes up while tokens have more than `top_k` real experts on average, down while fewer. A
-        router that isn't trained chooses as it did.
+        comparison is of integers, so that equal loads leave the bias exactly alone. A router that
+        isn't trained chooses as it did.
         """
-        if not self.weight.requires_grad:
-            self.forget()
-            return
-        counts_E = self.tokens_per_expert[: self.moe.num_experts]
-        if self.nulls:
-            nulls, scores = self.tokens_per_expert[-2:]
-            chosen = counts_E.sum() + nulls
-            too_many = counts_E.sum() * self.top_k - chosen * self.moe.top_k
-            self.null_bias.add_(torch.sign(too_many), alpha=self.moe.bias_update_rate)
-            mean = scores.double() / (chosen / self.top_k).clamp(min=1.0) / FINE
-            self.null_score.copy_(torch.where(chosen > 0, mean, self.null_score))
-        if self.moe.score == "sigmoid":
+        if self.weight.requires_grad and self.moe.score == "sigmoid":
+            counts_E = self.tokens_per_expert[: self.moe.num_experts]
             direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))
             self.expert_bias.add_(direction_E, alpha=self.moe.bias_update_rate)
         self.forget()
@@ -237,9 +197,7 @@ class Router(AuxiliarySource):
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter and buffer, by name below the router."""
         zeros = ("expert_bias", "tokens_per_expert", "gradient_squares", *BUFFERS)
-        rules = {"weight": input_rule(self.config), **{name: Constant(0.0) for name in zeros}}
-        score, bias = Constant(first_null_score(self.config)), Constant(0.0)
-        return {**rules, **({"null_score": score, "null_bias": bias} if self.nulls else {})}
+        return {"weight": input_rule(self.config), **{name: Constant(0.0) for name in zeros}}
 
     def _by_kernels(self, logits_TE: Tensor) -> bool:
         """Return whether Triton kernels take over behind the product; else torch's operators."""
@@ -251,18 +209,10 @@ class Router(AuxiliarySource):
         return p_TE.topk(self.moe.top_k, dim=1).indices
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
-        """Return the K best experts of the best groups, bias included; E where a null is better.
+        """Return the K best experts of the best groups, bias included."""
+        return self.selection(scores_TE).topk(self.top_k, dim=1).indices
 
-        This is top-k over scores of experts and of all copies of the null, which win where equal.
-        """
-        best_TK, indices_TK = self._selection(scores_TE).topk(self.top_k, dim=1)
-        if not self.nulls:
-            return indices_TK
-        null_TK = best_TK <= self.null_level
-        null_TK[:, : max(0, slots(self.moe) - self.nulls)] = False  # more slots than copies
-        return indices_TK.masked_fill(null_TK, self.moe.num_experts)
-
-    def _selection(self, scores_TE: Tensor) -> Tensor:
+    def selection(self, scores_TE: Tensor) -> Tensor:
         """Scores with the bias; -inf in closed groups."""
         moe = self.moe
         selection_TE = scores_TE + self.expert_bias if moe.score == "sigmoid" else scores_TE
