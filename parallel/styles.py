@@ -145,7 +145,7 @@ class ShardNorm(ShardModule):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, NormOverHeads)
         super()._apply(module, device_mesh)
-        module.normalise = NormaliseOverRanks(module.dim, device_mesh.get_group())
+        module.over_ranks = NormaliseOverRanks(module.dim, device_mesh.get_group())
         return module
 
 

@@ -35,30 +35,16 @@ class RMSNorm(Fp32Contract):
         return {"weight": Constant(1.0)}
 
 
-class Normalise(nn.Module):
-    """RMSNorm over a last dim that this process holds whole."""
-
-    kernels: Kernels = PLAIN_KERNELS
-
-    def forward(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the RMS norm of `x` over its last dim, in the dtype of `x`.
-
-        Args:
-            x: `[..., dim]`.
-            weight: `[dim]`.
-            eps: added to the mean square.
-        """
-        return rms_norm(x, weight, eps, self.kernels.rms_norm)
-
-
 class NormOverHeads(RMSNorm):
-    """RMSNorm over all heads at once; ranks that hold some heads swap `normalise`."""
+    """RMSNorm over all heads at once; ranks that hold some of them put theirs in `over_ranks`."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__(dim, eps)
-        self.normalise: nn.Module = Normalise()
+        self.over_ranks: nn.Module | None = None
 
     def forward(self, x: Tensor, beside: bool = False) -> Any:
         """Return the RMS norm of `x` `[..., dim]` over all heads; with `beside` and x, a pair."""
-        y = self.normalise(x, self.weight, self.eps)
+        if self.over_ranks is None:
+            return super().forward(x, beside)
+        y = self.over_ranks(x, self.weight, self.eps)
         return (y, x) if beside else y
