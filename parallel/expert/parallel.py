@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from megacpp.blocks.experts.choices import expert_capacity
 from megacpp.blocks.experts.config import MoEConfig
-from megacpp.blocks.experts.module import Arrived, MixtureOfExperts, expert_capacity
+from megacpp.blocks.experts.module import Arrived, MixtureOfExperts
 from megacpp.blocks.experts.router import Router
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.experts.grouped_mm import row_multiple

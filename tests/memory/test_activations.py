@@ -393,6 +393,12 @@ def test_even_choices_are_those_of_runs_without_values(experts: int) -> None:
         assert trip.copies == sum(sum(copies) for _, *copies in from_Wn)
 
 
+def test_capacity_is_counted_as_the_block_counts_it() -> None:
+    moe = {"num_experts": 8, "top_k": 4, "capacity_factor": 1.1}
+    config = config_of("EE", rows=1, tokens=100, moe=moe)
+    assert expert_rows(LocalShapes.on_rank(config, 1, 0)).slots == 8 * 55  # in floats 50 * 1.1 > 55
+
+
 @pytest.mark.parametrize("dispatch", ["per_rank", "per_expert"])
 @pytest.mark.parametrize("skew", [0.0, 1.0, 100.0])
 def test_no_choice_needs_more_than_the_bound(

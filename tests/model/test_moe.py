@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megacpp.blocks.experts.choices import expert_capacity
 from megacpp.blocks.experts.config import MoEConfig
-from megacpp.blocks.experts.module import MixtureOfExperts, expert_capacity
+from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Normal, initialise

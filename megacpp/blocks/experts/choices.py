@@ -1,4 +1,4 @@
-"""Number of experts that a token chooses, and of ranks that hold them; no torch import here.
+"""Numbers of experts that a token chooses, and of tokens an expert takes; no torch import here.
 
 With null experts (arXiv 2601.15370) the router of N experts chooses `slots` of a pool of N and
 `null_copies`, top_k of them real ones on average. Copies of one null are all alike, so the chosen
@@ -38,6 +38,15 @@ def slots(moe: MoEConfig) -> int:
 def columns(moe: MoEConfig) -> int:
     """Most real experts of a token; top_k without null experts."""
     return min(slots(moe), open_experts(moe))
+
+
+def expert_capacity(tokens: int, moe: MoEConfig) -> int:
+    """Slots per expert in capacity mode: an even share of the choices times the factor, up.
+
+    Of null experts there are none: top_k is how many real ones a token chooses on average.
+    """
+    assert moe.capacity_factor is not None
+    return math.ceil(round(tokens * moe.top_k / moe.num_experts * moe.capacity_factor, DECIMALS))
 
 
 def visited_ranks(moe: MoEConfig, ep: int) -> int:

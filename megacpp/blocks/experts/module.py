@@ -6,7 +6,6 @@ token, I hidden of an expert, S slots (copies of tokens in expert order).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.blocks.dense.module import MLP
-from megacpp.blocks.experts.choices import DECIMALS, null_copies
+from megacpp.blocks.experts.choices import expert_capacity, null_copies
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.null_router import NullRouter
 from megacpp.blocks.experts.router import Router
@@ -225,12 +224,3 @@ class MixtureOfExperts(Tokenwise):
         beside_TD = read if arrived.x_RD is x_TD else x_TD  # rows may come from other ranks
         shared = None if self.shared is None else partial(self.shared, beside_TD)
         return self.combine(rows_SD, weights_TK, counts, shared, x_TD.dtype)
-
-
-def expert_capacity(tokens: int, moe: MoEConfig) -> int:
-    """Slots per expert in capacity mode: an even share of the choices times the factor, up.
-
-    Of null experts there are none: top_k is how many real ones a token chooses on average.
-    """
-    assert moe.capacity_factor is not None
-    return math.ceil(round(tokens * moe.top_k / moe.num_experts * moe.capacity_factor, DECIMALS))

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.descriptor import copies_weights
-from megacpp.blocks.experts.choices import circle, columns, visited_ranks
+from megacpp.blocks.experts.choices import circle, columns, expert_capacity, visited_ranks
 from megacpp.kernels.experts.sizes import CPU_ROWS, GPU_ROWS, block_rows, most_slots
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def expert_rows(own: LocalShapes) -> ExpertRows:
     N, e, rows = m * moe.top_k, E // W, GPU_ROWS if own.on_gpu else CPU_ROWS
     padded = mesh.ep_dispatch == "padded" and W > 1
     if moe.capacity_factor is not None:
-        slots = E * math.ceil(N / E * moe.capacity_factor)
+        slots = E * expert_capacity(m, moe)
         travelling = W * m if padded else slots
         return ExpertRows(travelling, travelling, slots, slots)
     per_rank = mesh.ep_dispatch == "per_rank"
