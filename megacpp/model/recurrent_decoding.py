@@ -33,8 +33,8 @@ class RecurrentDecoding(nn.Module):
     """Decoding of a mixer that is projections, a short convolution, a scan and an output.
 
     Its subclass has these parts (`_project`, `_convs`, `_inputs`, `head_weights`, `_output`), and a
-    `scan` whose `extend` returns the outputs of a prompt, or of one token behind a state, and the
-    state behind them. The state of an empty document is None.
+    `scan`. The scan's `prompt` returns the outputs of a prompt and the state behind it, its `token`
+    those of one token behind a state. The state of an empty document is None.
     """
 
     scan: Any
@@ -70,8 +70,11 @@ class RecurrentDecoding(nn.Module):
             before_BCJ = None if state is None else state.taps_BCJ
             channels, taps_BCJ = self._convolved(channels, before_BCJ, docs)
         inputs, rest = self._inputs(channels, rest)
-        before = None if state is None else state.scan
-        y, scan = self.scan.extend(inputs, self.head_weights(), before, docs)
+        given = inputs, self.head_weights()
+        if docs is None:
+            y, scan = self.scan.token(*given, None if state is None else state.scan)
+        else:
+            y, scan = self.scan.prompt(*given, docs)
         return self._output(y, inputs, rest).to(x_BTD.dtype), RecurrentState(scan, taps_BCJ)
 
     def _convolved(

@@ -188,24 +188,17 @@ class GatedDeltaScan(nn.Module):
         given = *inputs.in_order(), docs, initial_BNKV, self.chunk_size
         return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)[0]
 
-    def extend(
-        self,
-        inputs: DeltaInputs,
-        weights: HeadTensors,
-        state: Tensor | None,
-        docs: Documents | None,
+    def prompt(
+        self, inputs: DeltaInputs, weights: HeadTensors, docs: Documents
     ) -> tuple[Tensor, Tensor]:
-        """Return outputs of tokens behind a state, and the state `[B, N, K, V]` behind them.
+        """Return outputs of prompts, one a row, and the state `[B, N, K, V]` behind them."""
+        given = *inputs.in_order(), docs, None, self.chunk_size
+        return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)
 
-        Args:
-            inputs: of a prompt, or of one token.
-            weights: none.
-            state: in front of the token; None: zeros.
-            docs: documents of a prompt, one a row; None: it is one token.
-        """
-        if docs is not None:
-            given = *inputs.in_order(), docs, None, self.chunk_size
-            return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)
+    def token(
+        self, inputs: DeltaInputs, weights: HeadTensors, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[B, 1, N, V]` behind a state `[B, N, K, V]` (None: zeros), and the next state."""
         (B, _, N, V), K = inputs.v_BTNV.shape, inputs.k_BTHK.shape[-1]
         S_BNKV = wide(inputs.v_BTNV).new_zeros(B, N, K, V) if state is None else state
         q, k, v, g, beta = (x[:, 0] for x in inputs.in_order())

@@ -194,24 +194,17 @@ class M2RNNScan(nn.Module):
         """Return outputs `[B, T, N, V]`."""
         return self._run(inputs, weights, docs, final_states=False)[0]
 
-    def extend(
-        self,
-        inputs: M2RNNInputs,
-        weights: M2RNNWeights,
-        state: Tensor | None,
-        docs: Documents | None,
+    def prompt(
+        self, inputs: M2RNNInputs, weights: M2RNNWeights, docs: Documents
     ) -> tuple[Tensor, Tensor]:
-        """Return outputs of tokens behind a state, and the state `[B, N, K, V]` behind them.
+        """Return outputs of prompts, one a row, and the state `[B, N, K, V]` behind them."""
+        return self.carried(inputs, weights, docs, self.empty_state(inputs, weights))
 
-        Args:
-            inputs: of a prompt, or of one token.
-            weights: state weight.
-            state: in front of the token; None: zeros.
-            docs: documents of a prompt, one a row; None: it is one token.
-        """
+    def token(
+        self, inputs: M2RNNInputs, weights: M2RNNWeights, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[B, 1, N, V]` behind a state `[B, N, K, V]` (None: zeros), and the next state."""
         h_BNKV = self.empty_state(inputs, weights) if state is None else state
-        if docs is not None:
-            return self.carried(inputs, weights, docs, h_BNKV)
         q, k, v, f = (x[:, 0] for x in inputs.tensors().values())
         y_BNV, h_BNKV = m2rnn_step(q, k, v, f, weights.w_NVV, h_BNKV)
         return y_BNV[:, None], h_BNKV

@@ -213,27 +213,20 @@ class Mamba3Scan(nn.Module):
         given = (inputs, weights, docs, self.pairing, self.chunk_size, entering)
         return mamba3_scan(*given, recompute=self.recompute, backend=self.kernels.mamba3)[0]
 
-    def extend(
-        self,
-        inputs: ScanInputs,
-        weights: HeadWeights,
-        state: Mamba3State | None,
-        docs: Documents | None,
+    def prompt(
+        self, inputs: ScanInputs, weights: HeadWeights, docs: Documents
     ) -> tuple[Tensor, Mamba3State]:
-        """Return outputs of tokens behind a state, and the state behind them.
-
-        Args:
-            inputs: of a prompt, or of one token.
-            weights: of the heads.
-            state: in front of the token; None: zeros.
-            docs: documents of a prompt, one a row; None: it is one token.
-        """
-        if docs is None:
-            return mamba3_step(inputs, weights, state, self.pairing)
+        """Return outputs of prompts, one a row, and the state behind them."""
         given = inputs, weights, docs, self.pairing, self.chunk_size
         y_BTHP, state = mamba3_scan(*given, backend=self.kernels.mamba3, with_state=True)
         assert state is not None
         return y_BTHP, state
+
+    def token(
+        self, inputs: ScanInputs, weights: HeadWeights, state: Mamba3State | None
+    ) -> tuple[Tensor, Mamba3State]:
+        """Return the output `[B, 1, H, P]` behind a state (None: zeros), and the next state."""
+        return mamba3_step(inputs, weights, state, self.pairing)
 
     def summarize(
         self, inputs: ScanInputs, weights: HeadWeights, docs: Documents
