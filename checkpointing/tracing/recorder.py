@@ -201,6 +201,8 @@ class Recorder(Meter):
             self.components[id(alloc)] = component
 
     def _on_alloc(self, storage: UntypedStorage, t: Tensor, *rest: Any) -> None:
+        if t.device.type == "meta":  # an example for a pipeline's stage, which torch 2.11 keeps
+            return
         super()._on_alloc(storage, t, *rest)
         alloc = self.allocations[-1]
         if (stream := torch.cpu.current_stream()) is not self._computes:
