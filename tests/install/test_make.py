@@ -62,6 +62,24 @@ def test_the_fast_part_of_the_suite_touches_every_room() -> None:
     assert {word.partition("/")[0] for word in words} >= set(rooms.split())
 
 
+def test_another_torch_runs_tests_that_exist() -> None:
+    words = re.findall(r" tests/(\S+)", make("-n", "other-torch", "TORCH=2.11.0").stdout)
+    assert len(words) >= 5
+    for word in words:
+        path, _, name = word.partition("::")
+        assert f"def {name or 'test_'}" in (ROOT / "tests" / path).read_text(), word
+
+
+def test_continuous_integration_takes_every_other_torch() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    found = re.search(r"python -c '(.*)'", script[: script.index("make other-torch")])
+    assert found
+    done = subprocess.run(
+        [sys.executable, "-c", found[1]], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.split() == sorted({*versions.TRITON} - {versions.TORCH}), done.stderr
+
+
 def test_help_lists_every_target() -> None:
     listed = make("help").stdout
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
