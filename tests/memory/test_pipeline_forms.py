@@ -8,7 +8,12 @@ from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.memory.estimate import estimate
 from megacpp.memory.forms.local_shapes import LocalShapes
-from megacpp.memory.forms.pipeline import answered_gradients, buffer_bytes, in_flight
+from megacpp.memory.forms.pipeline import (
+    BUFFERS_ON_RECEIPT,
+    answered_gradients,
+    buffer_bytes,
+    in_flight,
+)
 from tests.memory.test_estimate import OVER, UNDER
 
 SHAPE = "tiny --model.dim 32 --model.depth 8 --model.pattern AF --model.tie-embeddings false"
@@ -39,9 +44,9 @@ def test_microbatches_in_flight(schedule: str, expected: list[list[int]]) -> Non
 
 
 def test_what_a_rank_receives() -> None:
-    """From each neighbour all microbatches."""
-    one = 2 * 64 * 32 * 4
-    received = [8, 8 * 2, 8 * 2, 8]
+    """Inputs of all microbatches, and gradients: one at a time where torch lets go of each."""
+    one, gradients = 2 * 64 * 32 * 4, 1 if BUFFERS_ON_RECEIPT else 8
+    received = [gradients, 8 + gradients, 8 + gradients, 8]
     assert [buffer_bytes(own) for own in sizes("1f1b")] == [n * one for n in received]
 
 
