@@ -64,7 +64,7 @@ def test_the_fast_part_of_the_suite_touches_every_room() -> None:
 
 def test_another_torch_runs_tests_that_exist() -> None:
     words = re.findall(r" tests/(\S+)", make("-n", "other-torch", "TORCH=2.11.0").stdout)
-    assert len(words) >= 5
+    assert len(words) >= 4
     for word in words:
         path, _, name = word.partition("::")
         assert f"def {name or 'test_'}" in (ROOT / "tests" / path).read_text(), word
