@@ -19,10 +19,10 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a progr
 NARROW = ("x", "q", "k", "v", "z", "y", "dy", "dq", "dk", "dv", "dz", "states", "dstates")
 WIDE = (
     *("bias", "q_bias", "k_bias", "D", "sums", "scale", "gamma", "turns", "entering"),
-    *("of_tokens", "dturns", "dentering", "dbias", "adt", "dt", "dadt", "ddt", "dangles"),
+    *("of_tokens", "dturns", "dentering", "of_heads", "adt", "dt", "dadt", "ddt"),
     *("dleaving", "added", "first", "last", "of_chunks", "out"),
 )
-KINDS = dict.fromkeys((*NARROW, "trap", "dtrap", "angles"), "*bf16") | {"runs": "*i32"}
+KINDS = dict.fromkeys((*NARROW, "trap", "dtrap", "angles", "dangles"), "*bf16") | {"runs": "*i32"}
 KINDS |= dict.fromkeys(WIDE, "*fp32")
 
 

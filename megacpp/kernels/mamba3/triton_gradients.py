@@ -26,7 +26,7 @@ from megacpp.kernels.mamba3.triton_kernels import (
 @triton.jit
 def _queries_kernel(
     dy, q, k, q_bias, k_bias, v, z, D, sums, scale, gamma, turns, entering, runs, states, dq, dz,
-    of_tokens, dturns, dbias, B, T, H, J,
+    of_tokens, dturns, of_heads, B, T, H, J,
     dy_row, dy_token, dy_head, q_row, q_token, q_group, k_row, k_token, k_group, v_row, v_token,
     v_head, z_row, z_token, z_head,
     SHARED: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr,
@@ -35,8 +35,9 @@ def _queries_kernel(
 ):  # fmt: skip
     """Store the gradients of queries and z, and of angles as far as queries turn.
 
-    `of_tokens` gets those of sums as far as outputs decay, then of scale by `_keys_kernel`, of
-    gamma, and of D.
+    `of_tokens` gets those of sums as far as outputs decay, then of scale by `_keys_kernel`, and of
+    gamma. `of_heads` gets a chunk's part of those of biases and D: of all heads' q_bias, `[H, N]`,
+    k_bias by `_keys_kernel`, and D, `[H]`.
     """
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     head = b * H + h
@@ -99,12 +100,14 @@ def _queries_kernel(
     turn = d2 * q1.to(tl.float32) - d1 * q2.to(tl.float32)  # moves (x1, x2) along (-x2, x1)
     cos, sin = _cos_sin_of(turns, entering, enters, size, A, C, BLOCK_N)
     x, y = d1 * cos + d2 * sin, d2 * cos - d1 * sin
-    place = dbias + ((b * J + j) * 2 * H + h) * N
+    of_heads += (b * J + j) * H * (2 * N + 1)
+    # Not the sum of `down`: for sm_100 Triton 3.7 fails to compile it.
+    tl.store(of_heads + 2 * N * H + h, tl.sum(tl.where(diagonal, dweights, 0.0)))
+    place = of_heads + h * N
     _store_vectors(dq + here * N, place, x, y, size, H, N, C, BLOCK_N, STEP, PARTNER)
     place = of_tokens + head * T + start + token
     tl.store(place, dsums, mask=there)
     tl.store(place + 2 * each, down * meets, mask=there)
-    tl.store(place + 3 * each, down, mask=there)
     pair = tl.arange(0, BLOCK_N)
     place = dturns + (head * T + start) * A + token[:, None] * A + pair[None, :]
     tl.store(place, turn, mask=there[:, None] & (pair < A)[None, :])
@@ -113,7 +116,7 @@ def _queries_kernel(
 @triton.jit
 def _keys_kernel(
     dy, q, k, q_bias, k_bias, v, z, D, sums, scale, gamma, turns, entering, runs, states, dstates,
-    dk, dv, of_tokens, dturns, dentering, dbias, B, T, H, J,
+    dk, dv, of_tokens, dturns, dentering, of_heads, B, T, H, J,
     dy_row, dy_token, dy_head, q_row, q_token, q_group, k_row, k_token, k_group, v_row, v_token,
     v_head, z_row, z_token, z_head,
     SHARED: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr,
@@ -193,7 +196,7 @@ def _keys_kernel(
     turn = d2 * k1.to(tl.float32) - d1 * k2.to(tl.float32)
     cos, sin = _cos_sin_of(turns, entering, enters, size, A, C, BLOCK_N)
     x, y = d1 * cos + d2 * sin, d2 * cos - d1 * sin
-    place = dbias + ((b * J + j) * 2 * H + H + h) * N
+    place = of_heads + (b * J + j) * H * (2 * N + 1) + (H + h) * N
     _store_vectors(dk + here * N, place, x, y, size, H, N, C, BLOCK_N, STEP, PARTNER)
 
     place = of_tokens + head * T + start + token

@@ -56,7 +56,7 @@ class Gradients(NamedTuple):
 
     Attributes:
         vectors: of Q, K, V, Z (None: no gate), biases and D.
-        tokens: of sums, scale and gamma, and of D, `[4, B, H, T]`.
+        tokens: of sums, scale and gamma, `[3, B, H, T]`.
         turns_BHTA: of the angle of each token.
         entering_BHJA: of the angle that enters each chunk, by its own tokens.
     """
@@ -203,25 +203,25 @@ class Scan:
         dqk = self._new(2, B, T, H, N, dtype=dtype)
         dv = self._new(B, T, H, P, dtype=dtype)
         dz = torch.empty_like(dv) if self.gated else dv
-        of_tokens, dturns = self._new(4, B, H, T), self._new(B, H, T, A)
-        dentering, dbias = self._new(B, H, J, A), self._new(B, J, 2, H, N)
+        of_tokens, dturns = self._new(3, B, H, T), self._new(B, H, T, A)
+        dentering, of_heads = self._new(B, H, J, A), self._new(B, J, H * (2 * N + 1))
         given = dy_BTHP, self.Q, self.K, *self.biases, self.V, self.Z, self.D
         given = *given, *self._operands(rates), states_BHJNP
         strides = *dy_BTHP.stride()[:3], *_strides(self.Q), *_strides(self.K)
         places = B, T, H, J, *strides, *self.V.stride()[:3], *self.Z.stride()[:3]
         for kernel, found in (
-            (_queries_kernel, (dqk[0], dz, of_tokens, dturns, dbias)),
-            (_keys_kernel, (dstates_BHJNP, dqk[1], dv, of_tokens, dturns, dentering, dbias)),
+            (_queries_kernel, (dqk[0], dz, of_tokens, dturns, of_heads)),
+            (_keys_kernel, (dstates_BHJNP, dqk[1], dv, of_tokens, dturns, dentering, of_heads)),
         ):
             fixed = self.constants() | {"GATED": self.gated}
             self._launch(kernel, (J, H, B), *given, *found, *places, **fixed)
         dqk = dqk.view(2, B, T, 1, G, H // G, N)
         dQ, dK = (dqk.sum(5) if H > G else dqk.squeeze(5)).unbind()
-        dQ_bias, dK_bias = dbias.sum((0, 1))[:, :, None].unbind()
+        *dbiases, dD = of_heads.sum((0, 1)).split([H * N, H * N, H])
         gate = dz.to(self.Z.dtype) if self.gated else None
-        of_vectors = dQ.to(self.Q.dtype), dK.to(self.K.dtype), dv, gate, dQ_bias, dK_bias
-        dD = of_tokens[3].sum((0, 2))
-        return Gradients((*of_vectors, dD), of_tokens, dturns, dentering)
+        of_vectors = dQ.to(self.Q.dtype), dK.to(self.K.dtype), dv, gate
+        of_weights = *(x.view(H, 1, N) for x in dbiases), dD
+        return Gradients((*of_vectors, *of_weights), of_tokens, dturns, dentering)
 
     def drates(self, of: Gradients, first: bool) -> tuple[Tensor | None, ...]:
         """Return the gradients of ADT, DT, Trap and Angles, and of the angle in front of rows.
@@ -238,7 +238,8 @@ class Scan:
         dadt, ddt = (self._new(B, H, T) for _ in range(2))
         dtrap = torch.empty_like(self.Trap)
         shared, blocks = self.Angles.shape[2] == 1 < H, -(-H // HEADS)
-        dangles = self._new(B, blocks if shared else H, T, A)
+        # Parts of HEADS heads each in the dtype of the result, as those of Q and K are of one head.
+        dangles = self._new(B, blocks if shared else H, T, A, dtype=self.Angles.dtype)
         self._launch(
             _rates_backward_kernel,
             (self.chunks, blocks, B),
@@ -251,7 +252,7 @@ class Scan:
             BLOCK_A=_padded(A),
         )
         dangles = dangles.sum(1)[:, :, None] if shared else dangles.transpose(1, 2)
-        return dadt, ddt, dtrap, dangles.to(self.Angles.dtype), first_BHA
+        return dadt, ddt, dtrap, dangles, first_BHA
 
     def constants(self) -> dict[str, Any]:
         """Return the constants of kernels that read queries, keys and values."""
