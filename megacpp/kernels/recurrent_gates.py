@@ -94,7 +94,6 @@ def steps(
     bias_H: Tensor,
     floor: float,
     softplus: bool,
-    backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Return Mamba-3's log decay A dt and step dt, `[B, H, T]` in at least fp32.
 
@@ -107,10 +106,7 @@ def steps(
         floor: least -A.
         softplus: is f; else 1 + a for a >= 0 and 1 / (1 - a) below: slope and value continuous,
             slow to reach 0.
-        backend: of `gates` (megacpp/kernels/selection.py).
     """
-    if by_triton(backend, dt_BTH):
-        return in_triton("steps", (floor, softplus), dt_BTH, a_BTH, bias_H)
     DT_BHT = F.softplus(wide(dt_BTH) + bias_H).mT
     return decay_rate(wide(a_BTH), floor, softplus).mT * DT_BHT, DT_BHT
 

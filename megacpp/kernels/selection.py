@@ -80,7 +80,7 @@ OPERATIONS: dict[str, Operation] = {
         ),
     ),
     "gates": Operation(
-        "decays of recurrent scans, M2RNN's gated residual, SwiGLU of dense blocks",
+        "decays of recurrent scans, norms of B and C of Mamba-3, gates of M2RNN and dense blocks",
         "RMGFE",
         (
             Backend("triton", "one pass over memory each way", triton_in_fp32),

@@ -92,13 +92,61 @@ def _positive(a, SOFTPLUS: tl.constexpr):
 
 
 @triton.jit
-def _steps_kernel(
-    dt, a, bias, adt, step, tokens, T,
-    row_stride, token_stride,
-    floor,
-    SOFTPLUS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+def _norm_groups(
+    x, start, weight, out, token, tokens, eps,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write log decay and step of each head, tokens side by side."""
+    """Write the RMSNorm of each group of tokens that begin at `start`; `out` is contiguous."""
+    column = tl.arange(0, BLOCK_W)
+    inside = (token < tokens)[:, None] & (column < WIDTH)[None, :]
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    place = x + start[:, None] + column[None, :]
+    out += (token.to(tl.int64) * (GROUPS * WIDTH))[:, None] + column[None, :]
+    for i in range(GROUPS):
+        values = tl.load(place + i * WIDTH, mask=inside, other=0.0).to(tl.float32)
+        values *= (1.0 / tl.sqrt(tl.sum(values * values, 1) / WIDTH + eps))[:, None]
+        tl.store(out + i * WIDTH, (values * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_groups_backward(
+    dy, x, start, weight, dx, total, token, tokens, eps,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Write gradients of groups; return `total` and those of the weight by these tokens.
+
+    `dy` is contiguous, and so are tokens of two parts of groups in `dx`.
+    """
+    column = tl.arange(0, BLOCK_W)
+    inside = (token < tokens)[:, None] & (column < WIDTH)[None, :]
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    place = x + start[:, None] + column[None, :]
+    own = (token.to(tl.int64) * (GROUPS * WIDTH))[:, None]
+    for i in range(GROUPS):
+        values = tl.load(place + i * WIDTH, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(dy + own + column[None, :] + i * WIDTH, mask=inside, other=0.0)
+        d = d.to(tl.float32)
+        one_over_rms = 1.0 / tl.sqrt(tl.sum(values * values, 1) / WIDTH + eps)
+        # NaN where the squares overflowed: the group came out as zeros.
+        one_over_rms = (one_over_rms / tl.where(one_over_rms == 0.0, 0.0, 1.0))[:, None]
+        normed = values * one_over_rms
+        total += d * normed
+        d *= scale
+        d = one_over_rms * (d - normed * (tl.sum(d * normed, 1) / WIDTH)[:, None])
+        out = dx + 2 * own + column[None, :] + i * WIDTH
+        tl.store(out, d.to(dx.dtype.element_ty), mask=inside)
+    return total
+
+
+@triton.jit
+def _steps_kernel(
+    dt, a, bias, bc, c_weight, b_weight, c, b, adt, step, tokens, T,
+    row_stride, token_stride, bc_row_stride, bc_token_stride,
+    floor, eps,
+    SOFTPLUS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Write log decay and step of each head, tokens side by side, and normed groups of C and B."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (token < tokens)[:, None] & (head < N)[None, :]
@@ -111,20 +159,29 @@ def _steps_kernel(
     by_head = ((token // T).to(tl.int64) * N * T + token % T)[:, None] + head[None, :] * T
     tl.store(step + by_head, size, mask=inside)
     tl.store(adt + by_head, -value * size, mask=inside)
+    if tl.program_id(1) == 0:
+        start = (token // T).to(tl.int64) * bc_row_stride
+        start += (token % T).to(tl.int64) * bc_token_stride
+        _norm_groups(bc, start, b_weight, b, token, tokens, eps, GROUPS, WIDTH, BLOCK_W)
+        start += GROUPS * WIDTH
+        _norm_groups(bc, start, c_weight, c, token, tokens, eps, GROUPS, WIDTH, BLOCK_W)
 
 
 @triton.jit
 def _steps_backward_kernel(
-    dadt, dstep, dt, a, bias, ddt, da, part, tokens, T,
-    row_stride, token_stride,
-    floor, programs,
+    dc, db, dadt, dstep, dt, a, bias, bc, c_weight, b_weight, ddt, da, dbc, part, tokens, T,
+    row_stride, token_stride, bc_row_stride, bc_token_stride,
+    floor, eps, programs,
     SOFTPLUS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients of dt and a, and parts of that of bias."""
+    """Write gradients of dt, a, B and C, and parts of those of bias and both weights."""
     program = tl.program_id(0)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     shift = tl.load(bias + head, mask=head < N, other=0.0).to(tl.float32)[None, :]
     dbias = tl.zeros([TOKENS, BLOCK], tl.float32)
+    dc_weight = tl.zeros([TOKENS, BLOCK_W], tl.float32)
+    db_weight = tl.zeros([TOKENS, BLOCK_W], tl.float32)
     for block in range(program, tl.cdiv(tokens, TOKENS), programs):
         token = block * TOKENS + tl.arange(0, TOKENS)
         inside = (token < tokens)[:, None] & (head < N)[None, :]
@@ -145,7 +202,23 @@ def _steps_backward_kernel(
         tl.store(ddt + out, dx.to(ddt.dtype.element_ty), mask=inside)
         tl.store(da + out, (-d * size * slope).to(da.dtype.element_ty), mask=inside)
         dbias += tl.where(inside, dx, 0.0)
-    tl.store(part + program * N + head, tl.sum(dbias, 0), mask=head < N)
+        if tl.program_id(1) == 0:
+            start = (token // T).to(tl.int64) * bc_row_stride
+            start += (token % T).to(tl.int64) * bc_token_stride
+            db_weight = _norm_groups_backward(
+                db, bc, start, b_weight, dbc, db_weight, token, tokens, eps, GROUPS, WIDTH, BLOCK_W
+            )
+            start += GROUPS * WIDTH
+            dc_weight = _norm_groups_backward(
+                dc, bc, start, c_weight, dbc + GROUPS * WIDTH, dc_weight, token, tokens, eps,
+                GROUPS, WIDTH, BLOCK_W,
+            )  # fmt: skip
+    part += program * (N + 2 * WIDTH)
+    tl.store(part + head, tl.sum(dbias, 0), mask=head < N)
+    if tl.program_id(1) == 0:
+        column = tl.arange(0, BLOCK_W)
+        tl.store(part + N + column, tl.sum(dc_weight, 0), mask=column < WIDTH)
+        tl.store(part + N + WIDTH + column, tl.sum(db_weight, 0), mask=column < WIDTH)
 
 
 @triton.jit

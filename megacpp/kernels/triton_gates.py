@@ -1,7 +1,8 @@
 """Decays and the gated residual by Triton: one launch forward, one backward and a sum.
 
     decay_log = -exp(A_log) softplus(x + bias)                  M2RNN takes its exp
-    step = softplus(dt + bias), rate = -max(positive(a), floor), ADT = rate step       Mamba-3
+    step = softplus(dt + bias), rate = -max(positive(a), floor), ADT = rate step       Mamba-3,
+        and norm(C), norm(B)
     gated = (y + v D) silu(g)                                   M2RNN
     gated = norm(x) silu(z)                                     Gated DeltaNet
 
@@ -9,7 +10,8 @@ Numbers inside are fp32, and results are rounded once. Only inputs are kept. A p
 takes every PROGRAMS-th block of tokens and adds up its part of a weight's gradient, so that sums
 have one order.
 
-Legend: B rows, T tokens of a row, S = B T tokens, N heads, V value, X = N V; P programs.
+Legend: B rows, T tokens of a row, N heads, V value, X = N V; P programs. Of Mamba-3 R MIMO rank, G
+groups, W state size, C channels 2 R G W.
 """
 
 from __future__ import annotations
@@ -94,54 +96,96 @@ def decay_backward(
 
 
 def steps(
-    dt_BTN: Tensor, a_BTN: Tensor, bias_N: Tensor, floor: float, softplus: bool
-) -> tuple[Tensor, Tensor]:
-    """Return Mamba-3's log decay A dt and step dt in fp32, `[B, N, T]`.
+    dt_BTN: Tensor,
+    a_BTN: Tensor,
+    bias_N: Tensor,
+    bc_BTC: Tensor,
+    C_weight_W: Tensor,
+    B_weight_W: Tensor,
+    ranks: int,
+    eps: float,
+    dtype: torch.dtype,
+    floor: float,
+    softplus: bool,
+) -> tuple[Tensor, ...]:
+    """Return Mamba-3's normed C and B, log decay A dt and step dt.
+
+    Normed are groups of W numbers, to `[B, T, R, G, W]` in `dtype`; the rest is that of `steps` in
+    recurrent_gates.py, `[B, N, T]` in fp32.
 
     Args:
         dt_BTN: from the projection.
         a_BTN: from the projection, as far apart in memory.
         bias_N: added to dt.
+        bc_BTC: channels B | C, `C = 2 R G W`.
+        C_weight_W: of the norm of each group of C.
+        B_weight_W: of the norm of each group of B.
+        ranks: R.
+        eps: added to the mean square.
+        dtype: of normed C and B.
         floor: least -A.
         softplus: makes -A of a; else 1 + a above 0 and 1 / (1 - a) below.
     """
-    (B, T, N), device = dt_BTN.shape, dt_BTN.device
+    (B, T, N), W, device = dt_BTN.shape, len(C_weight_W), dt_BTN.device
     adt, step = (torch.empty(B, N, T, dtype=torch.float32, device=device) for _ in range(2))
+    shape = B, T, ranks, bc_BTC.shape[-1] // (2 * ranks * W), W
+    normed = [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
     dt_BTN, a_BTN = _alike(dt_BTN, a_BTN)
-    given = dt_BTN, a_BTN, bias_N.contiguous(), adt, step, *_places(dt_BTN), floor
-    _launch(_steps_kernel, _blocks(dt_BTN), *given, SOFTPLUS=softplus, **_tile(dt_BTN))
-    return adt, step
+    bc_BTC, how = side_by_side(bc_BTC), _steps_tile(dt_BTN, bc_BTC, W)
+    given = dt_BTN, a_BTN, bias_N.contiguous(), bc_BTC, C_weight_W, B_weight_W, *normed, adt, step
+    places = *_places(dt_BTN), *bc_BTC.stride()[:2], floor, eps
+    _launch(_steps_kernel, -(-B * T // how["TOKENS"]), *given, *places, SOFTPLUS=softplus, **how)
+    return *normed, adt, step
 
 
 def steps_backward(
+    dC: Tensor,
+    dB: Tensor,
     dadt_BNT: Tensor,
     dstep_BNT: Tensor,
     dt_BTN: Tensor,
     a_BTN: Tensor,
     bias_N: Tensor,
+    bc_BTC: Tensor,
+    C_weight_W: Tensor,
+    B_weight_W: Tensor,
+    ranks: int,
+    eps: float,
+    dtype: torch.dtype,
     floor: float,
     softplus: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of dt, a and bias.
+) -> tuple[Tensor, ...]:
+    """Return the gradients of dt, a, bias, the channels B | C and both weights.
 
     Args:
+        dC: gradient of normed C, `[B, T, R, G, W]`.
+        dB: gradient of normed B, `[B, T, R, G, W]`.
         dadt_BNT: gradient of A dt.
         dstep_BNT: gradient of dt's result.
         dt_BTN: from the projection.
         a_BTN: from the projection.
         bias_N: added to dt.
+        bc_BTC: channels B | C.
+        C_weight_W: of the norm of each group of C.
+        B_weight_W: of the norm of each group of B.
+        ranks: as in `steps`.
+        eps: added to the mean square.
+        dtype: of normed C and B.
         floor: least -A.
         softplus: as in `steps`.
     """
-    ddt, da = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (dt_BTN, a_BTN))
-    (dt_BTN, a_BTN), N = _alike(dt_BTN, a_BTN), dt_BTN.shape[-1]
-    programs = PROGRAMS
-    part_PN = ddt.new_empty(programs, N, dtype=torch.float32)
-    given = dadt_BNT.contiguous(), dstep_BNT.contiguous(), dt_BTN, a_BTN, bias_N.contiguous()
-    places = ddt, da, part_PN, *_places(dt_BTN), floor, programs
-    fixed = _tile(dt_BTN) | {"SOFTPLUS": softplus}
-    _launch(_steps_backward_kernel, programs, *given, *places, **fixed)
-    return ddt, da, part_PN.sum(0, dtype=bias_N.dtype)
+    given = dt_BTN, a_BTN, bc_BTC
+    ddt, da, dbc = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given)
+    (dt_BTN, a_BTN), N, W = _alike(dt_BTN, a_BTN), dt_BTN.shape[-1], len(C_weight_W)
+    bc_BTC, programs = side_by_side(bc_BTC), PROGRAMS
+    part_PX = ddt.new_empty(programs, N + 2 * W, dtype=torch.float32)
+    grads = dC.contiguous(), dB.contiguous(), dadt_BNT.contiguous(), dstep_BNT.contiguous()
+    given = dt_BTN, a_BTN, bias_N.contiguous(), bc_BTC, C_weight_W, B_weight_W, ddt, da, dbc
+    places = part_PX, *_places(dt_BTN), *bc_BTC.stride()[:2], floor, eps, programs
+    fixed = _steps_tile(dt_BTN, bc_BTC, W) | {"SOFTPLUS": softplus}
+    _launch(_steps_backward_kernel, programs, *grads, *given, *places, **fixed)
+    dbias, *dweights = part_PX.sum(0, dtype=bias_N.dtype).split([N, W, W])
+    return ddt, da, dbias, dbc, *dweights
 
 
 def gated_residual(y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor) -> Tensor:
@@ -317,6 +361,14 @@ def _tile(x_BTN: Tensor) -> dict[str, int]:
     """Return the constants of a launch."""
     block = min(COLUMNS, 1 << (x_BTN.shape[-1] - 1).bit_length())
     return {"N": x_BTN.shape[-1], "BLOCK": block, "TOKENS": max(1, TILE // block)}
+
+
+def _steps_tile(dt_BTN: Tensor, bc_BTC: Tensor, width: int) -> dict[str, int]:
+    """Return the constants of a launch that takes heads' steps and groups of `width` numbers."""
+    tile, block = _tile(dt_BTN), 1 << (width - 1).bit_length()
+    groups = {"GROUPS": bc_BTC.shape[-1] // (2 * width), "WIDTH": width, "BLOCK_W": block}
+    # Half a tile, of which a backward adds up three weights' gradients.
+    return tile | groups | {"TOKENS": max(1, TILE // max(tile["BLOCK"], block) // 2)}
 
 
 def _blocks(x_BTN: Tensor) -> int:

@@ -16,7 +16,14 @@ from torch import Tensor
 from megacpp.kernels import triton_gates
 from megacpp.kernels.gated import gated
 from megacpp.kernels.linears import gated_linear
-from megacpp.kernels.recurrent_gates import decay, gated_ranks, gated_residual, steps
+from megacpp.kernels.recurrent_gates import (
+    decay,
+    gated_ranks,
+    gated_residual,
+    in_triton,
+    steps,
+)
+from megacpp.kernels.rms_norm import rms_norm_reference
 from tests.model.triton_interpreter import mend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -89,15 +96,41 @@ def test_decay(width: int, dtype: torch.dtype, factor: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_steps(width: int, dtype: torch.dtype, softplus: bool) -> None:
-    """With rates at their floor, exactly 0, and NaN."""
+    """With rates at their floor, exactly 0, and NaN; beside two ranks of three groups of B and C.
+
+    The state is as wide as there are heads. Gradients of channels that are read within wider tokens
+    lie side by side.
+    """
     dt, a = (noise(2, 13, width, seed=i, size=4.0).to(dtype) for i in range(2))
     a[0, 0, :3] = torch.tensor([0.0, -1e4, float("nan")])
-    both = apart(dt), apart(a)
+    both, bc = (apart(dt), apart(a)), noise(2, 13, 12 * width, seed=3).to(dtype)
+    weights = [noise(width, seed=i).float() for i in (2, 4, 5)]
+
+    def made(*leaves: Tensor, backend: str) -> Any:
+        if backend == "triton":
+            return in_triton("steps", (2, 1e-5, torch.float32, 0.1, softplus), *leaves)
+        dt, a, bias, bc, c_weight, b_weight = leaves
+        b_BTRGW, c_BTRGW = bc.unflatten(-1, (2, 2, 3, width)).unbind(2)
+        parts = (c_BTRGW, c_weight), (b_BTRGW, b_weight)
+        normed = [rms_norm_reference(*part, 1e-5) for part in parts]
+        return *normed, *steps(dt, a, bias, 0.1, softplus)
+
     for given in (both, (both[0], a)):  # as far apart, and not
-        check(
-            lambda *leaves, backend: steps(*leaves, 0.1, softplus, backend),
-            [*given, noise(width, seed=2).float()],
-        )
+        for channels in (bc, apart(bc)):
+            check(made, [*given, weights[0], channels, *weights[1:]])
+
+
+def test_a_group_that_overflows_has_no_gradient() -> None:
+    """As a row of an RMSNorm: it comes out as zeros, and its gradient is NaN."""
+    dt, bc = noise(1, 2, 4).float().to(DEVICE), noise(1, 2, 16).float()
+    bc[0, 1, 4:8] = 1e30
+    bc = bc.to(DEVICE).requires_grad_()
+    weight = torch.ones(4, device=DEVICE)
+    how = 1, 1e-5, torch.float32, 0.1, True
+    c, b, *_ = in_triton("steps", how, dt, dt, weight, bc, weight, weight)
+    (dbc,) = torch.autograd.grad((c.sum() + b.square().sum()), bc)
+    assert not b[0, 1, 0, 1].any() and dbc[0, 1, 4:8].isnan().all()
+    assert dbc.isnan().sum() == 4 and c.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -127,9 +160,11 @@ def test_norm_and_gate(shared: bool, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("swiglu", [True, False], ids=["swiglu", "relu2"])
 @pytest.mark.parametrize("weight", [True, False], ids=["linear", "alone"])
-def test_gated(weight: bool, swiglu: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("halves", [True, False], ids=["halves", "apart"])
+def test_gated(halves: bool, weight: bool, swiglu: bool, dtype: torch.dtype) -> None:
     """Hidden units, alone and before a product, whose results have the dtype of what is given."""
     given = [noise(2, 13, 10, seed=i).to(dtype) for i in range(1 + swiglu)]
+    given = [*torch.cat([*given, *given[:1]], -1).split(10, -1)][: len(given)] if halves else given
     if not weight:
         check(gated, given)
         return

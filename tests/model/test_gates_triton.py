@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -22,11 +24,14 @@ def test_compiles_without_a_gpu(width: int, capability: int) -> None:
     """bf16 inputs, weights in fp32, to machine code of each kind of GPU."""
     pytest.importorskip("triton")
     from megacpp.kernels import triton_gate_kernels as kernels
-    from megacpp.kernels.triton_gates import _tile
+    from megacpp.kernels.triton_gates import _steps_tile, _tile
 
-    fixed = _tile(torch.empty(1, 8, width)) | {"FACTOR": True, "SOFTPLUS": False}
+    x, fixed = torch.empty(1, 8, width), {"FACTOR": True, "SOFTPLUS": False}
+    tiles = {"steps": _steps_tile(x, torch.empty(1, 8, 1024), 64)}
     narrow = ("x", "dt", "a", "y", "v", "g", "z", "dx", "dz", "ddt", "da", "dy", "dv", "dg")
+    narrow = *narrow, "bc", "c", "b", "dbc", "dc", "db"
     wide = ("A_log", "bias", "D", "out", "dout", "adt", "dadt", "step", "dstep", "part", "weight")
+    wide = *wide, "c_weight", "b_weight"
     kinds = (
         dict.fromkeys(narrow, "*bf16")
         | dict.fromkeys(wide, "*fp32")
@@ -35,8 +40,10 @@ def test_compiles_without_a_gpu(width: int, capability: int) -> None:
     found = [kernel for name, kernel in vars(kernels).items() if name.endswith("_kernel")]
     assert len(found) == 8
     for kernel in found:
-        made = compiled(kernel, kinds, fixed, capability, {"num_warps": 4}, other="i32")
+        how = fixed | tiles.get(kernel.__name__.split("_")[1], _tile(x))
+        made = compiled(kernel, kinds, how, capability, {"num_warps": 4}, other="i32")
         assert made.asm["cubin"] and made.metadata.shared < 32768
+        assert not re.search(r"\b(STL|LDL)\b", made.asm["sass"]), kernel.__name__
 
 
 @pytest.mark.gpu

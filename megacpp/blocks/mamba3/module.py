@@ -27,7 +27,7 @@ from megacpp.kernels.mamba3.chunks import mamba3_scan
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.mamba3.reference import mamba3_step
 from megacpp.kernels.mamba3.segments import SegmentSummary, fold, summarize
-from megacpp.kernels.recurrent_gates import steps
+from megacpp.kernels.recurrent_gates import by_triton, in_triton, steps
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Rule, TimeStepBias
@@ -37,6 +37,7 @@ from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.recurrent_decoding import RecurrentDecoding
 from megacpp.model.scan import SequenceScan
 from megacpp.model.short_conv import Convolve, ShortConv, stacked
+from megacpp.torch_extras import autocast_dtype
 
 
 class Mamba3(RecurrentDecoding, Fp32Contract):
@@ -168,9 +169,14 @@ class Mamba3(RecurrentDecoding, Fp32Contract):
 
     def _steps(self, bc_BTS: Tensor, dt_BTH: Tensor, a_BTH: Tensor) -> tuple[Tensor, ...]:
         """Return normed C and B, and in fp32 the log decay A dt and the step dt."""
+        ranks, eps = self.mamba.mimo_rank, self.config.norm_eps
+        how = self.mamba.a_floor, self.mamba.a_activation == "softplus"
+        if by_triton(self.kernels.gates, dt_BTH):
+            dtype = autocast_dtype(bc_BTS) or bc_BTS.dtype
+            weights = self.dt_bias, bc_BTS, self.C_norm.weight, self.B_norm.weight
+            return in_triton("steps", (ranks, eps, dtype, *how), dt_BTH, a_BTH, *weights)
         B_BTC, C_BTC = bc_BTS.chunk(2, -1)
-        shape = (self.mamba.mimo_rank, -1, self.mamba.d_state)
-        how = self.mamba.a_floor, self.mamba.a_activation == "softplus", self.kernels.gates
+        shape = (ranks, -1, self.mamba.d_state)
         ADT_BHT, DT_BHT = steps(dt_BTH, a_BTH, self.dt_bias, *how)
         Q, K = C_BTC.unflatten(-1, shape), B_BTC.unflatten(-1, shape)
         return self.C_norm(Q), self.B_norm(K), ADT_BHT, DT_BHT
