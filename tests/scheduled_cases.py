@@ -41,9 +41,11 @@ def call(self, args):
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason="another version fuses anew")
-@pytest.mark.parametrize("letter", ["A", "F"])
-def test_the_page_has_todays_counts_of_compiled_blocks(letter: str) -> None:
+@pytest.mark.parametrize(
+    "case", [("A", torch.bfloat16), ("F", torch.bfloat16), ("F", torch.float32)], ids=str
+)
+def test_the_page_has_todays_counts_of_compiled_blocks(case: tuple[str, torch.dtype]) -> None:
     section = PAGE.read_text().partition(COMPILED_HEADING)[2].partition("\n## ")[0]
     command = "python -m bench.launches --compiled --write"
-    assert (letter, torch.bfloat16) in COMPILED
-    assert compiled_line(letter, torch.bfloat16) in section.splitlines(), command
+    assert case in COMPILED
+    assert compiled_line(*case) in section.splitlines(), command

@@ -152,7 +152,7 @@ class ContextExchange:
 
 
 def copies_weights(own: LocalShapes, layers: int, outputs: int) -> int:
-    """Return 1 if a backward copies the weights of layers of one input, to multiply once.
+    """Return 1 if a backward copies weights of one input that lie apart, to multiply once.
 
     See megacpp/kernels/joint_gradients.py: with fewer tokens than that it adds products.
 

@@ -27,6 +27,7 @@ def linears(
     *layers: nn.Linear,
     thin: Tensor | None = None,
     linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
+    one_tensor: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return what each layer makes of `x`, and last `linear(x, thin)` if `thin` is given.
 
@@ -37,25 +38,30 @@ def linears(
         layers: n of them, `[..., D]` to `[..., O]`.
         thin: weights of several layers, one below the other, `[O, D]`.
         linear: product with them.
+        one_tensor: see `products`.
     """
     plain = all(is_plain(layer) and layer.bias is None for layer in layers)
     if not plain or linear is not F.linear:
         last = () if thin is None else (linear(x, thin),)
         return *(layer(x) for layer in layers), *last
     weights = [layer.weight for layer in layers]
-    return products(x, *weights, *(() if thin is None else (thin,)))
+    return products(x, *weights, *(() if thin is None else (thin,)), one_tensor=one_tensor)
 
 
-def products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+def products(x: Tensor, *weights: Tensor, one_tensor: bool = False) -> tuple[Tensor, ...]:
     """Return `F.linear(x, w)` of each weight, cast as autocast casts it.
 
     Args:
         x: `[..., D]`.
         weights: each `[O, D]`.
+        one_tensor: results may be columns of one tensor, whose memory is freed with the last of
+            them: one product, if autocast casts weights. FSDP2 gathers them to memories apart.
     """
     if len(weights) == 1:
         return (F.linear(x, weights[0]),)
-    return _Products.apply(x, *weights, autocast_dtype(x))  # type: ignore[return-value]
+    dtype = autocast_dtype(x)
+    joint = one_tensor and all(weight.dtype != (dtype or weight.dtype) for weight in weights)
+    return _Products.apply(x, *weights, (dtype, joint))  # type: ignore[return-value]
 
 
 def is_plain(linear: nn.Linear) -> bool:
@@ -124,17 +130,22 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        *weights, ctx.dtype = given
-        ctx.dtypes = [weight.dtype for weight in weights]
-        weights = [cast(weight, ctx.dtype) for weight in weights]
-        ctx.save_for_backward(x, *weights)  # copies, as autograd saves those of autocast
+        *weights, (ctx.dtype, joint) = given
+        ctx.dtypes, ctx.outputs = [weight.dtype for weight in weights], [*map(len, weights)]
+        if joint:
+            from megacpp.kernels.joint_gradients import one_cast
+        made = [one_cast(weights, ctx.dtype)] if joint else [cast(w, ctx.dtype) for w in weights]
+        ctx.save_for_backward(x, *made)  # copies, as autograd saves those of autocast
         x = cast(x, ctx.dtype)
-        return tuple(F.linear(x, weight) for weight in weights)
+        outputs = tuple(F.linear(x, weight) for weight in made)
+        return outputs[0].split(ctx.outputs, -1) if joint else outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
+        joint = weights[0] if len(weights) == 1 else None
+        weights = weights if joint is None else joint.split(ctx.outputs)
         need_x, *needed = needs_input_grad_now(ctx)[:-1]
         flat = cast(x, ctx.dtype).reshape(-1, x.shape[-1])
         rows = [dy.reshape(-1, dy.shape[-1]) for dy in grads]
@@ -143,7 +154,8 @@ class _Products(torch.autograd.Function):
         if apart and len({*needed}) == 1:
             from megacpp.kernels.joint_gradients import joint_gradients
 
-            dx, dw = joint_gradients(rows, weights, flat, need_x, needed[0]) or (dx, dw)
+            given = rows, weights, flat, need_x, needed[0], ctx.dtypes, joint
+            dx, dw = joint_gradients(*given) or (dx, dw)
         for dy, weight, need_w in zip(rows, weights, needed, strict=True) if not dw else ():
             if need_x:  # `out`: FlopCounterMode doesn't know addmm_
                 dx = torch.mm(dy, weight) if dx is None else torch.addmm(dx, dy, weight, out=dx)

@@ -46,7 +46,7 @@ def test_what_moves_rows_compiles_without_a_gpu(capability: int) -> None:
     values |= {"K": 8, "BLOCK": rows.BLOCK}
     kinds = dict.fromkeys(("token", "tokens", "slots"), "*i64") | {"kept": "*i1"}
     kinds |= dict.fromkeys(("weight", "weights", "dweights", "dot"), "*fp32")
-    kinds["apart"] = "i32"
+    kinds |= dict.fromkeys(("apart", "row_stride"), "i32")
     for kernel in (
         rows._spread_kernel,
         rows._spread_weighed_kernel,

@@ -117,6 +117,29 @@ def test_gradients_in_one_tensor_take_one_product_each() -> None:
     assert torch.equal(only, want[2])
 
 
+def test_weights_that_autocast_casts_are_one_product() -> None:
+    """Cast once, multiply once each way; weights that are in bf16 already lie apart."""
+    made = [nn.Linear(8, outputs, bias=False) for outputs in (3, 5)]
+    x = torch.randn(2, 5, 8, dtype=torch.bfloat16, requires_grad=True)
+    dys = torch.randn(2, 5, 8, dtype=torch.bfloat16).split([3, 5], -1)
+    weights = [layer.weight for layer in made]
+    with torch.autocast("cpu", torch.bfloat16), Products() as products:
+        found = linears(x, *made, one_tensor=True)
+        found = [*found, *torch.autograd.grad(found, [x, *weights], dys)]
+    assert products.number == 1 + 2
+    assert found[0].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = [layer(x) for layer in made]
+        want += torch.autograd.grad(want, [x, *weights], dys)
+    for a, b in zip(found, want, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert (a.float() - b.float()).norm() <= 2**-7 * b.float().norm()
+    narrow = [layer.bfloat16() for layer in made]
+    with torch.autocast("cpu", torch.bfloat16), Products() as products:
+        linears(x, *narrow, one_tensor=True)
+    assert products.number == 2
+
+
 class Products(TorchDispatchMode):
     """Number of products of two matrices."""
 

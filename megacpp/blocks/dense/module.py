@@ -62,4 +62,4 @@ class MLP(Tokenwise):
     def _hidden(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
         """Return gate and up, or the argument of the squared ReLU."""
         layers = (self.w1, self.w3) if self.activation == "swiglu" else (self.w1,)
-        return linears(x_BTD, *layers)
+        return linears(x_BTD, *layers, one_tensor=True)  # both live until the backward

@@ -91,15 +91,14 @@ def _units(
     token_S: Tensor | None,
     kept_TK: Tensor | None,
 ) -> Tensor:
-    gate_SI, (S, hidden) = gate_SI.contiguous(), gate_SI.shape
+    (gate_SI, up), (S, hidden) = _as_far_apart(gate_SI, up_SI), gate_SI.shape
     out_SI = torch.empty_like(gate_SI)
     if out_SI.numel():
-        up = gate_SI if up_SI is None else up_SI.contiguous()
         copies = _given(gate_SI, weights_TK, slot_TK, token_S, kept_TK)
         launch(
             _units_kernel,
             (S, triton.cdiv(hidden, BLOCK)),
-            *(gate_SI, up, *copies, out_SI, hidden),
+            *(gate_SI, up, *copies, out_SI, hidden, gate_SI.stride(0)),
             GATED=up_SI is not None,
             BLOCK=BLOCK,
             **_weighing(weights_TK, kept_TK),
@@ -121,17 +120,17 @@ def _units_backward(
 ) -> tuple[Tensor, Tensor]:
     assert grad_SI.stride(1) == 1, "written in place"
     assert up_SI is None or other_SI.stride() == grad_SI.stride(), "one place in both"
-    gate_SI, (S, hidden) = gate_SI.contiguous(), gate_SI.shape
+    (gate_SI, up), (S, hidden) = _as_far_apart(gate_SI, up_SI), gate_SI.shape
     dweight_TK, units_SI = _of_backward(gate_SI, weights_TK, wants_units)
     if kept_TK is not None or not len(gate_SI):  # copies without a slot
         dweight_TK.zero_()
     if gate_SI.numel():
-        up = gate_SI if up_SI is None else up_SI.contiguous()
         copies = _given(gate_SI, weights_TK, slot_TK, token_S, kept_TK)
         launch(
             _units_backward_kernel,
             (S,),
-            *(gate_SI, up, *copies, grad_SI, other_SI, dweight_TK, units_SI, grad_SI.stride(0)),
+            *(gate_SI, up, *copies, grad_SI, other_SI, dweight_TK, units_SI),
+            *(gate_SI.stride(0), grad_SI.stride(0)),
             hidden=hidden,
             GATED=up_SI is not None,
             UNITS=wants_units,
@@ -139,6 +138,14 @@ def _units_backward(
             **_weighing(weights_TK, kept_TK),
         )
     return dweight_TK, units_SI
+
+
+def _as_far_apart(gate_SI: Tensor, up_SI: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return gate, and up or again gate, whose rows lie as far apart: halves of one tensor may."""
+    up = gate_SI if up_SI is None else up_SI
+    if gate_SI.stride() == up.stride() and up.stride(1) == 1:
+        return gate_SI, up
+    return gate_SI.contiguous(), up.contiguous()
 
 
 def _given(gate_SI: Tensor, *given: Tensor | None) -> list[Tensor]:
@@ -186,12 +193,12 @@ def _copy_in(slot, slots, tokens, kept, K: tl.constexpr, SOME: tl.constexpr):
 
 @triton.jit
 def _units_kernel(
-    gate, up, weights, slots, tokens, kept, out, hidden,
+    gate, up, weights, slots, tokens, kept, out, hidden, row_stride,
     GATED: tl.constexpr, K: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, place = column < hidden, slot * hidden + column
+    inside, place = column < hidden, slot * row_stride + column
     g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         act = g / (1.0 + tl.exp(-g)) * tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
@@ -201,12 +208,12 @@ def _units_kernel(
     if K:
         copy = _copy_in(slot, slots, tokens, kept, K, SOME)
         act = act * tl.load(weights + copy, mask=copy >= 0, other=0.0).to(tl.float32)
-    tl.store(out + place, act.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + slot * hidden + column, act.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _units_backward_kernel(
-    gate, up, weights, slots, tokens, kept, grad, other, dweights, units, apart,
+    gate, up, weights, slots, tokens, kept, grad, other, dweights, units, row_stride, apart,
     hidden: tl.constexpr, GATED: tl.constexpr, UNITS: tl.constexpr, K: tl.constexpr,
     SOME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +225,8 @@ def _units_backward_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, hidden, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside, place, of_grad = column < hidden, slot * hidden + column, slot * apart + column
+        inside, of_grad = column < hidden, slot * apart + column
+        place = slot * row_stride + column
         g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
         d = tl.load(grad + of_grad, mask=inside, other=0.0).to(tl.float32)
         if GATED:
@@ -238,6 +246,7 @@ def _units_backward_kernel(
             d = 2.0 * d * factor * part
             tl.store(grad + of_grad, d.to(grad.dtype.element_ty), mask=inside)
         if UNITS:
+            place = slot * hidden + column
             tl.store(units + place, (act * factor).to(units.dtype.element_ty), mask=inside)
     if K:
         dweight = tl.sum(total, 0).to(dweights.dtype.element_ty)
