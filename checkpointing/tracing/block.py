@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from checkpointing.tracing.host_ledger import HostLedger
-from checkpointing.tracing.meter import Allocation, Meter, Run, _replaced, in_backward, local_part
-from checkpointing.tracing.operators import ALLOCATORS, Kind, kind_of, tensors_in
+from checkpointing.tracing.meter import Allocation, Meter, Run, _replaced, local_part
+from checkpointing.tracing.operators import ALLOCATORS, Kind, tensors_in
 from megacpp.memory.block_trace import BlockTrace, PassWork, Role, kernel_bytes, timed_apart
 from megacpp.memory.repeats import repeats
 from megacpp.model.documents import Documents
@@ -71,21 +71,21 @@ class BlockMeter(Meter):
                 self._undo.append(p.register_post_accumulate_grad_hook(self._sum).remove)
         return self
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kind = kind_of(func)
-        changed = [*self._changed(kind, args, kwargs or {})]
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if out is not NotImplemented and not kind.view and not self._remembering:
-            ran, times = self._ran[in_backward()], repeats()
+    def _follow(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, back: bool
+    ) -> None:
+        """Count the operator and its bytes; then see `Meter._follow`."""
+        if not self._remembering:
+            ran, in_place, times = self._ran[back], self._in_place[back], repeats()
             ran[0] += times
             if not timed_apart(kind.name):
                 ran[1] += times * sum(t.nbytes for t in tensors_in((args, kwargs, out)))
-            in_place = self._in_place[in_backward()]
-            in_place[0] += max((times for _, times in changed), default=0.0)
-            in_place[1] += sum(times * kernel_bytes(kind.name, t.nbytes) for t, times in changed)
-        return out
+            if kind.writes and (changed := [*self._changed(kind, args, kwargs)]):
+                in_place[0] += max(times for _, times in changed)
+                in_place[1] += sum(
+                    times * kernel_bytes(kind.name, t.nbytes) for t, times in changed
+                )
+        super()._follow(kind, args, kwargs, out, back)
 
     def _changed(
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -96,8 +96,7 @@ class BlockMeter(Meter):
         """
         if timed_apart(kind.name) or kind.name in WRITERS:
             return
-        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in kind.writes]
-        for t in tensors_in(written):
+        for t in tensors_in(kind.written(args, kwargs)):
             alloc = self._alive.get(id(t.untyped_storage()))
             if alloc is not None and not alloc.weight:
                 empty = alloc.operator in ALLOCATORS

@@ -197,7 +197,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(map(wraps, types)):
+        if types and any(map(wraps, types)):
             return NotImplemented  # a DTensor turns into local operators first
         kwargs = kwargs or {}
         kind = kind_of(func)
@@ -223,7 +223,7 @@ class Meter(TorchDispatchMode):
     ) -> None:
         """Note which storages an operator made and which it wrote."""
         inputs = {id(t.untyped_storage()) for t in tensors_in((args, kwargs))}
-        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in kind.writes]
+        written = kind.written(args, kwargs)
         changed = set()
         for t in tensors_in((out, written)):
             storage = t.untyped_storage()

@@ -28,6 +28,10 @@ class Kind:
     allocates: bool
     writes: tuple[tuple[int, str], ...]  # arguments written to: place and name
 
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the arguments of a call that it writes to."""
+        return [args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes]
+
 
 @cache
 def kind_of(func: Any) -> Kind:
@@ -50,16 +54,18 @@ def wraps(kind: type) -> bool:
     return not issubclass(kind, FakeTensor) and is_traceable_wrapper_subclass_type(kind)
 
 
-def tensors_in(found: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists and dicts."""
+def tensors_in(found: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists and dicts."""
     if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, tuple | list | dict):
+        return [found]
+    tensors: list[Tensor] = []
+    if isinstance(found, tuple | list | dict):
         for item in list(found.values()) if isinstance(found, dict) else found:
             if isinstance(item, Tensor):
-                yield item
+                tensors.append(item)
             elif isinstance(item, tuple | list | dict):
-                yield from tensors_in(item)
+                tensors += tensors_in(item)
+    return tensors
 
 
 def storages_of(found: Any, seen: set[int]) -> Iterator[int]:

@@ -16,8 +16,9 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from fractions import Fraction
+from functools import cache
 from itertools import islice
 from operator import mul
 from typing import Any, Literal, NamedTuple
@@ -77,8 +78,8 @@ class BlockRequest:
 
     def key(self) -> str:
         """Canonical text of the request."""
-        content = asdict(self) | {"pieces": [sorted(pieces) for pieces in self.pieces]}
-        return json.dumps(content, sort_keys=True, default=str)
+        content = _plain(self) | {"pieces": [sorted(pieces) for pieces in self.pieces]}
+        return json.dumps(content, sort_keys=True, default=_plain)
 
     @property
     def rows(self) -> int:
@@ -103,6 +104,13 @@ class BlockRequest:
         return replace(self, config=replace(self.config, train=train, data=data), counts=())
 
 
+def _plain(value: Any) -> Any:
+    """Return the fields of a dataclass by name, and the text of anything else, for JSON."""
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return str(value)
+
+
 class PassWork(NamedTuple):
     """Operators of a forward or backward; an item of a loop counts for all that it stands for.
 
@@ -121,6 +129,7 @@ class PassWork(NamedTuple):
     kernel_bytes: int = 0
 
 
+@cache
 def timed_apart(operator: str) -> bool:
     """Return whether an operator is one of `TIMED_APART`."""
     return any(word in operator for word in TIMED_APART)
@@ -172,7 +181,7 @@ class BlockTrace:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `from_dict` reads, for JSON."""
-        return asdict(self)
+        return _plain(self)
 
     @staticmethod
     def from_dict(content: dict[str, Any]) -> BlockTrace:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,11 +50,7 @@ Shape = tuple[Sequence[int], torch.dtype]
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """Replace the originals by stand-ins wherever a module of the project has imported them."""
-    with _instead(
-        (mamba3_chunked, scan),
-        (Chunked, Recurrence),
-        (group_rows, balanced_rows),
-    ):
+    with _instead(*SHAPES_ALONE):
         yield
 
 
@@ -65,8 +63,7 @@ def memory_stand_ins(every_chunk: bool = True) -> Iterator[None]:
             indexer and of sparse and softcapped attention, and all tokens of hyper-connections;
             else those at the ends, which allocate as much as others.
     """
-    few = () if every_chunk else FEW
-    with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce), *few):
+    with _instead(*SAME_MEMORY, *(() if every_chunk else FEW)):
         yield
 
 
@@ -98,12 +95,8 @@ def _instead(*instead: tuple[Any, Any]) -> Iterator[None]:
     """Replace the first of each pair by the second in every module of the project that has it."""
     others = {id(original): other for original, other in instead}
     modules = [m for name, m in sys.modules.items() if name.startswith(("megacpp.", "parallel."))]
-    changed = [
-        (module, name, value)
-        for module in modules
-        for name, value in vars(module).items()
-        if id(value) in others and not module.__name__.startswith("parallel.simulate.")
-    ]
+    held = [(module, name, vars(module).get(name)) for module, name in _places(tuple(modules))]
+    changed = [place for place in held if id(place[2]) in others]
     for module, name, value in changed:
         setattr(module, name, others[id(value)])
     try:
@@ -111,6 +104,18 @@ def _instead(*instead: tuple[Any, Any]) -> Iterator[None]:
     finally:
         for module, name, original in changed:
             setattr(module, name, original)
+
+
+@lru_cache(maxsize=1)
+def _places(modules: tuple[ModuleType, ...]) -> list[tuple[ModuleType, str]]:
+    """Return the names by which modules have what is replaced, or what stands for it now."""
+    either = {id(x) for pair in (*SHAPES_ALONE, *SAME_MEMORY, *FEW) for x in pair}
+    return [
+        (module, name)
+        for module in modules
+        for name, value in vars(module).items()
+        if id(value) in either and not module.__name__.startswith("parallel.simulate.")
+    ]
 
 
 def scan(
@@ -328,3 +333,12 @@ class _Shaped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
         return None, *(torch.empty_like(x) if needed else None for x, needed in inputs)
+
+
+# Originals and what takes their place: without their work, and where memory is to be the same.
+SHAPES_ALONE = (
+    (mamba3_chunked, scan),
+    (Chunked, Recurrence),
+    (group_rows, balanced_rows),
+)
+SAME_MEMORY = (group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce)
