@@ -50,8 +50,8 @@ from parallel.simulate.fake import (
     meta_tensors,
     run_on_meta,
 )
-from parallel.simulate.gpu_stand_ins import traced_kernels
 from parallel.simulate.stand_ins import given_batch
+from parallel.simulate.traced_kernels import traced_kernels
 
 UNITS = (
     "ngram",

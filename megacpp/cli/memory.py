@@ -123,7 +123,7 @@ def trace(args: TraceArgs, words: list[str]) -> int:
 
 def _content(config: Config, size: int, rank: int, found: Found) -> dict[str, Any]:
     """Return the report as JSON; all numbers are bytes, or ranks."""
-    from parallel.simulate.gpu_stand_ins import traced_kernels
+    from parallel.simulate.traced_kernels import traced_kernels
 
     return {
         "preset": config.preset,
@@ -140,7 +140,7 @@ def _content(config: Config, size: int, rank: int, found: Found) -> dict[str, An
 def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
     """Return the report as text."""
     from megacpp.cli.measure import coordinates
-    from parallel.simulate.gpu_stand_ins import traced_words
+    from parallel.simulate.traced_kernels import traced_words
 
     rows = [["alive at once", "bytes", "share"]]
     rows += [

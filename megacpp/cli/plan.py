@@ -252,7 +252,7 @@ def _show(
 ) -> None:
     from rich.console import Console
 
-    from parallel.simulate.gpu_stand_ins import untraced_words
+    from parallel.simulate.traced_kernels import untraced_words
 
     console = Console(width=columns(), highlight=False, soft_wrap=False)
     for line in _heading(asked, found):

@@ -243,7 +243,7 @@ def lines(config: Config, size: int, machine: GpuSpec, found: StepTime) -> list[
         machine: GPU of each.
         found: predicted step.
     """
-    from parallel.simulate.gpu_stand_ins import traced_words
+    from parallel.simulate.traced_kernels import traced_words
 
     least, most = (found.step_s * x for x in MEASURED)
     rows = [["part of the step", "ms", "of the step"]]

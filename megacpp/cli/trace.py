@@ -40,7 +40,8 @@ from parallel.simulate.fake import (
     fake_world,
     planned_model,
 )
-from parallel.simulate.gpu_stand_ins import on_gpu, traced_kernels
+from parallel.simulate.gpu_stand_ins import on_gpu
+from parallel.simulate.traced_kernels import traced_kernels
 
 MICROBATCHES = 3  # one makes gradients, one adds to all of them, and the last one reduces them
 

@@ -7,8 +7,10 @@ the name on (`backend=self.kernels.m2rnn`), and the builder sets it on all of th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)

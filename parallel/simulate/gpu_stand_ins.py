@@ -6,7 +6,7 @@ asks `is_cuda` takes the GPU's branch, and groups of experts are padded as there
 
 Kernels of mamba-ssm and compiled FlexAttention have stand-ins (library_stand_ins.py). torch's flash
 kernels for packed rows are operators whose results and scratch torch itself tells. Of what has
-neither, torch's form is traced, and who traces says so (`traced_kernels`).
+neither, torch's form is traced, and who traces says so (parallel/simulate/traced_kernels.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,50 +21,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from megacpp.config.schema import Config
 from megacpp.kernels.attention import flex as attention_flex
-from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.experts import grouped_mm
 from megacpp.kernels.mamba3 import library
-from megacpp.kernels.selection import OPERATIONS
 from megacpp.memory.block_trace import DOCUMENT
 from megacpp.model.documents import Documents
 from parallel.simulate.library_stand_ins import flex, mimo, siso
 
 document_tokens = DOCUMENT
-
-
-def traced_kernels(config: Config) -> Kernels:
-    """Return the backends that a trace counts: on a GPU those named, where it can; else torch's."""
-    if config.train.device != "cuda":
-        return PLAIN_KERNELS
-    triton = importlib.util.find_spec("triton") is not None
-    counted = {}
-    for name, operation in OPERATIONS.items():
-        one = next((b for b in operation.backends if b.name == getattr(config.kernels, name)), None)
-        if one and one.traced and (triton or one.name != "triton"):
-            counted[name] = one.name
-    return Kernels(**counted)
-
-
-def traced_words(config: Config) -> str:
-    """Return the traced backends as text, with the backend of a launch where it differs."""
-    found = []
-    for operation, backend in asdict(traced_kernels(config)).items():
-        taken = getattr(config.kernels, operation)
-        if taken != "auto":  # the model has it
-            found.append(f"{operation} {backend}")
-            found[-1] += f" (not {taken})" if taken != backend else ""
-    return ", ".join(found) or "torch"
-
-
-def untraced_words(config: Config) -> str:
-    """Return a note on kernels of a launch that can't be traced here; empty: all are."""
-    words = traced_words(config)
-    if "(not " not in words:
-        return ""
-    lacking = importlib.util.find_spec("triton") is None
-    return f"counted with kernels: {words}" + ("; triton isn't installed here" if lacking else "")
 
 
 @contextmanager

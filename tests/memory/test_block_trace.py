@@ -224,6 +224,21 @@ def test_a_warm_estimate_imports_no_torch(tmp_path: Path) -> None:
     assert [imported for _, imported in said] == ["True", "False"]
 
 
+def test_a_warm_plan_and_a_warm_prediction_import_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from megacpp.cli.main import main;"
+        "model = ['tiny', '--model.pattern', 'RF', '--model.depth', '2'];"
+        "plan = ['--world', '1', '--memory', '8GiB', '--tokens-per-step', '4096'];"
+        "ended = main(['plan', *model, *plan]), main(['speed', *model, '--gpu', 'H100']);"
+        "print(*ended, 'torch' in sys.modules)"
+    )
+    env = {**os.environ, "MEGACPP_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    said = [subprocess.check_output(command, env=env, text=True) for _ in range(2)]
+    assert [out.splitlines()[-1] for out in said] == ["0 0 True", "0 0 False"]
+    assert [out.splitlines()[:-1] for out in said[1:]] == [said[0].splitlines()[:-1]]
+
+
 def test_a_launch_on_a_gpu_is_another_request() -> None:
     config = config_of("R", 1)
     own = [

@@ -22,7 +22,8 @@ from megacpp.memory.estimate import estimate
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parts import forms_of
 from megacpp.memory.forms.traced import TracedPart, traced_moments
-from parallel.simulate.gpu_stand_ins import on_gpu, traced_kernels
+from parallel.simulate.gpu_stand_ins import on_gpu
+from parallel.simulate.traced_kernels import traced_kernels
 from tests.memory.working_cases import misses
 
 pytestmark = pytest.mark.skipif(

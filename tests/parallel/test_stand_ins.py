@@ -17,9 +17,9 @@ from megacpp.config.arguments import parse_run
 from megacpp.kernels.backend import PLAIN_KERNELS
 from parallel.simulate import gpu_stand_ins
 from parallel.simulate.cpu_attention import cpu_attention
-from parallel.simulate.gpu_stand_ins import traced_kernels
 from parallel.simulate.library_stand_ins import mimo
 from parallel.simulate.stand_ins import GivenRouting, GivenRows
+from parallel.simulate.traced_kernels import traced_kernels
 
 B, T, R, H, N, P, A = 1, 16, 2, 4, 8, 8, 4
 
