@@ -17,6 +17,7 @@ in an order of its own is refused, not guessed: reductions and atomics of bf16.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -146,6 +147,8 @@ class Builder(InterpreterBuilder):
     def __init__(self) -> None:
         super().__init__()
         self.codegen_fns["min_dot_size"] = min_dot_size(None)
+        # Asserts behind each operation on integers: a GPU has them in kernels to be debugged alone.
+        self.options = replace(self.options, sanitize_overflow=False)
 
     def get_bf16(self, value: float) -> TensorHandle:
         return TensorHandle(np.array([value], np.float32), BF16)
