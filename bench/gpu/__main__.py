@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.calibrate:
         if together := world_size() > 1:
             dist.init_process_group("gloo")
-        found = calibrate(device, options.out)
+        found = calibrate(device, options.out, options.tiny)
         speed = found["figures"]
         if together:
             rank = dist.get_rank()

@@ -201,7 +201,8 @@ def test_devices_are_known_by_their_drivers_names(tmp_path: Path) -> None:
     assert known("NVIDIA GeForce RTX 4090") is None
     from bench.gpu.__main__ import main as bench
 
-    assert bench(["--calibrate", "--device", "cpu", "--out", str(tmp_path / "m.json")]) == 0
+    words = ["--calibrate", "--tiny", "--device", "cpu"]
+    assert bench([*words, "--out", str(tmp_path / "m.json")]) == 0
     machine = gpu(str(tmp_path / "m.json"))
     assert machine.on_host and machine.bf16_tflops > 0 and machine.figures["sms"].value == 1
     config = parse_run(["tiny", "--train.device", "cpu"], 1).config
@@ -215,7 +216,8 @@ def test_processes_of_a_cpu_have_a_file_for_each_number_of_them(
     """Two that measure at once measure their exchange as well; a run of three isn't foreseen."""
     monkeypatch.setenv("MEGACPP_CACHE", str(tmp_path))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", "-m", "bench.gpu", "--calibrate", "--device", "cpu"]
+    command += ["--nproc-per-node=2", "-m", "bench.gpu", "--calibrate", "--tiny"]
+    command += ["--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HOME, check=True)
     assert done.stdout.count("written to") == 1
     for ranks in (1, 2, 3):
