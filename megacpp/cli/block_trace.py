@@ -10,10 +10,11 @@ of a CPU, since the meta device has no autocast.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
@@ -107,8 +108,20 @@ def _send_traces(to: Connection, requests: Sequence[BlockRequest], parent: int) 
 def _trace_block(request: BlockRequest) -> BlockTrace:
     mesh = request.config.mesh
     size = mesh.tp * mesh.cp * mesh.dp_shard
-    with fake_world(request.config, size, request.context * mesh.tp) as world:
+    with _uncollected(), fake_world(request.config, size, request.context * mesh.tp) as world:
         return _traced(request, world)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause the garbage collector: a trace makes many objects, which have no memory of a device."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _traced(request: BlockRequest, world: World) -> BlockTrace:
