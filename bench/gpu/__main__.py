@@ -101,6 +101,8 @@ def main(argv: list[str] | None = None) -> int:
             f"memory {speed['hbm_gbs']:.3g} GB/s, an operator {speed['launch_us']:.2g} us"
         )
         print(f"written to {found['file']}")
+        if options.tiny:
+            print("warning: of small products alone, so predictions by this file will be off")
         return 0
     if device.type == "cpu" and not (options.tiny or options.rehearse):
         print("error: no GPU here. Fix: --tiny --device cpu tries the code.", file=sys.stderr)
