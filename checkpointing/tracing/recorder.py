@@ -200,8 +200,12 @@ class Recorder(Meter):
         if alloc is not None:
             self.components[id(alloc)] = component
 
+    def _counts(self, t: Tensor) -> bool:
+        """Return whether a tensor is a step's; examples for stages, kept by torch 2.11, aren't."""
+        return t.device.type != "meta"
+
     def _on_alloc(self, storage: UntypedStorage, t: Tensor, *rest: Any) -> None:
-        if t.device.type == "meta":  # an example for a pipeline's stage, which torch 2.11 keeps
+        if not self._counts(t):
             return
         super()._on_alloc(storage, t, *rest)
         alloc = self.allocations[-1]

@@ -102,9 +102,8 @@ class StepWatch(Recorder):
         self._ends.append(ref(storage, partial(self._end, id(storage), alloc)))
         self._name(id(storage), component)
 
-    def _on_alloc(self, storage: UntypedStorage, t: Tensor, *rest: Any) -> None:
-        if t.device.type == self._device:
-            super()._on_alloc(storage, t, *rest)
+    def _counts(self, t: Tensor) -> bool:
+        return t.device.type == self._device
 
     def _is_kept(self, alloc: Allocation) -> bool:
         """Return whether an allocation is kept for the backward.
