@@ -24,7 +24,7 @@ def launch(kernel: Any, grid: tuple[Any, ...], x: Tensor, *given: Any, **constan
     Raises:
         RuntimeError: the device is no GPU, and Triton's interpreter is off.
     """
-    if not x.is_cuda:
+    if not (x.is_cuda or x.is_meta):
         from triton import knobs
 
         if not knobs.runtime.interpret:
