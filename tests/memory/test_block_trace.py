@@ -209,6 +209,13 @@ def test_another_version_of_a_library_has_another_hash(
     assert found[0] != found[1]
 
 
+def _twice(code: str, cache: Path) -> list[str]:
+    """Return what two processes print, of which the second finds what the first has stored."""
+    env = {**os.environ, "MEGACPP_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    return [subprocess.check_output(command, env=env, text=True) for _ in range(2)]
+
+
 def test_a_warm_estimate_imports_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from megacpp.config.arguments import parse_run;"
@@ -217,9 +224,7 @@ def test_a_warm_estimate_imports_no_torch(tmp_path: Path) -> None:
         "found = estimate(parse_run(words, 1).config, 1);"
         "print(found.tensors, 'torch' in sys.modules)"
     )
-    env = {**os.environ, "MEGACPP_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    said = [subprocess.check_output(command, env=env, text=True).split() for _ in range(2)]
+    said = [out.split() for out in _twice(code, tmp_path)]
     assert said[0][0] == said[1][0]
     assert [imported for _, imported in said] == ["True", "False"]
 
@@ -232,9 +237,7 @@ def test_a_warm_plan_and_a_warm_prediction_import_no_torch(tmp_path: Path) -> No
         "ended = main(['plan', *model, *plan]), main(['speed', *model, '--gpu', 'H100']);"
         "print(*ended, 'torch' in sys.modules)"
     )
-    env = {**os.environ, "MEGACPP_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    said = [subprocess.check_output(command, env=env, text=True) for _ in range(2)]
+    said = _twice(code, tmp_path)
     assert [out.splitlines()[-1] for out in said] == ["0 0 True", "0 0 False"]
     assert [out.splitlines()[:-1] for out in said[1:]] == [said[0].splitlines()[:-1]]
 

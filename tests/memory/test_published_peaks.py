@@ -1,4 +1,4 @@
-"""What torchtitan published of Llama 3 on H100s, from a replay of its allocations.
+"""Peaks that torchtitan published of Llama 3 on H100s, from a replay of its allocations.
 
 8B on 8 and 128 ranks reserved 82.4 and 67.0 GiB (two sequences of 8,192 tokens each, eager, no
 limit reached). All 32 layers run, with fake tensors; no figure below is fitted to the published
@@ -44,7 +44,7 @@ def test_reserved_bytes_are_the_published_ones(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", (8, 128))
 def test_active_bytes_are_those_by_hand(ranks: int) -> None:
-    """The fullest moment: the loss's backward, every layer's saved tensors still there."""
+    """Count the fullest moment by hand: the loss's backward, every layer's saved tensors still there."""
     layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     ends = 2 * 128256 * 4096
     resting = 12 * (32 * layer + ends) / ranks  # fp32 weights and both moments
@@ -58,7 +58,7 @@ def test_active_bytes_are_those_by_hand(ranks: int) -> None:
 
 
 def test_a_stage_on_tp_keeps_what_it_gathers() -> None:
-    """The fullest moment: the last layer's backward, behind all forwards."""
+    """Count the fullest moment by hand: the last layer's backward, behind all forwards."""
     shape = replace(STAGE_405B, num_layers=2, microbatches=3)
     layer = 2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248
     vocabulary = 128256 * 16384

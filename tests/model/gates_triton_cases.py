@@ -121,7 +121,7 @@ def test_steps(width: int, dtype: torch.dtype, softplus: bool) -> None:
 
 
 def test_a_group_that_overflows_has_no_gradient() -> None:
-    """As a row of an RMSNorm: it comes out as zeros, and its gradient is NaN."""
+    """Return zeros of it and NaN as its gradient, as a row of an RMSNorm has them."""
     dt, bc = noise(1, 2, 4).float().to(DEVICE), noise(1, 2, 16).float()
     bc[0, 1, 4:8] = 1e30
     bc = bc.to(DEVICE).requires_grad_()
