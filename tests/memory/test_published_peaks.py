@@ -44,7 +44,7 @@ def test_reserved_bytes_are_the_published_ones(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", (8, 128))
 def test_active_bytes_are_those_by_hand(ranks: int) -> None:
-    """Count the fullest moment by hand: the loss's backward, every layer's saved tensors still there."""
+    """Count at the fullest moment: the loss's backward, every layer's saved tensors still there."""
     layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     ends = 2 * 128256 * 4096
     resting = 12 * (32 * layer + ends) / ranks  # fp32 weights and both moments
