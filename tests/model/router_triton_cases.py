@@ -16,6 +16,7 @@ from checkpointing.apply import give
 from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.loads import document_load
+from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS
@@ -54,7 +55,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def router_of(moe: MoEConfig, backend: str = "triton") -> Router:
     """In fp32 on the device, or by torch in fp64; its bias changes the choice."""
-    router = Router(ModelConfig(dim=D, moe=moe, init_std=1.0))
+    router = MixtureOfExperts(ModelConfig(dim=D, moe=moe, init_std=1.0)).router
     initialise(router, router.init_rules(), seed=3)
     router.expert_bias.copy_(0.4 * noise(moe.num_experts, seed=4))
     router.aux_scale.fill_(0.25)
