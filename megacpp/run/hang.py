@@ -7,6 +7,10 @@ progress for `run.timeout` seconds raises an alarm in the launcher's store. Ever
 its state, within `ANSWER_S`; the first one that answered reports (blame.py), ends ranks of its node
 that did not answer, and all leave with code 6. The threads have connections of their own, because
 a main thread that waits in the store keeps its connection.
+
+Gloo raises on the ranks that lost a peer. A kernel of NCCL waits for ever for a peer on its node,
+and so does the host behind it: there a rank leaves by its watch, some seconds after another one has
+said that the run ends.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ PHASES = {
 TICK_S, BEAT_S = 0.01, 1.0
 NEWS_S = 0.2  # a new step or phase is told at most so often
 ANSWER_S = 4.0  # from the alarm until a rank without an answer is at fault
+LEAVE_S = 10.0  # from another rank's error until a rank that hasn't noticed it leaves
 WRITE_S = 1.0  # for the report: its disk, or the reader of its output, may be what hangs
 
 
@@ -71,6 +76,7 @@ class HangWatch:
         self.peers, self.limits, self.folder, self.report = peers, limits, folder, report
         self.straggler = Straggler(folder)
         self._late_s = 0.0
+        self._ended: float | None = None  # when this rank heard of another one's error
         self._sign: tuple[object, ...] = ()
         self._told_last: dict[str, Any] = {}
         self._stop = threading.Event()
@@ -133,6 +139,7 @@ class HangWatch:
                     self._beat()
                     if self._store.check(["hang/alarm"]):
                         self._answer()
+                    self._follow(now)
 
     def _count(self, passed: float, alone: bool) -> None:
         """Count the seconds since the last sign of progress."""
@@ -198,6 +205,19 @@ class HangWatch:
                 with suppress(OSError):
                     os.kill(table[other].pid, signal.SIGKILL)
         os._exit(PEER_LOST)
+
+    def _follow(self, now: float) -> None:
+        """Leave behind a rank that has claimed the report of the run's end, if that is a while ago.
+
+        Args:
+            now: monotonic seconds.
+        """
+        if not self._store.add("said", 0):
+            return
+        self._ended = now if self._ended is None else self._ended
+        if now - self._ended > LEAVE_S:
+            note(PEER_LOST, "lost another rank")
+            os._exit(PEER_LOST)
 
     def _end(self, late: str, whose: str) -> None:
         """Report the hang."""

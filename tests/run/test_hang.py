@@ -193,6 +193,29 @@ def test_a_hang_in_real_processes(
         assert json.loads(begun[1])[at["key"]] < at["seq"]
 
 
+def test_a_rank_that_does_not_notice_an_error_leaves(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sleep stands for a kernel of NCCL, which no error of a peer ends."""
+    accumulate = AccumulationBoundary.accumulate
+
+    def broken(self: AccumulationBoundary, batches: Any, step: int = 0) -> Any:
+        if step == 2 and os.environ["RANK"] == "1":
+            raise ValueError("a bug")
+        time.sleep(600 * (step == 2))
+        return accumulate(self, batches, step)
+
+    monkeypatch.setattr(AccumulationBoundary, "accumulate", broken)
+    monkeypatch.setattr("megacpp.run.hang.LEAVE_S", 2.0)
+    flags = [*SMALL, *ADAMW, "--data.path", str(corpus), "--run.dir", str(tmp_path / "run")]
+    flags += ["--model.depth", "1", "--model.pattern", "F", "--train.device-batch-size", "1"]
+    done = forked("tiny", *flags, "--run.timeout", "600", ranks=2)
+    assert done.returncode == 6  # of the first rank; the second one's is 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: rank 1: ValueError: a bug (")
+    assert json.loads((tmp_path / "run/status.json").read_text())["code"] == 1
+
+
 @pytest.mark.slow
 def test_output_that_nobody_reads_is_a_hang_with_a_name(corpus: Path, tmp_path: Path) -> None:
     """A pipe behind rank 0 under torchrun, read up to the first step, and then full."""
