@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from megacpp.state import behind, checkpoint
 from megacpp.state.checkpoint import verify
@@ -165,3 +166,15 @@ def test_one_save_is_in_flight_at_a_time() -> None:
     writer.start(lambda: order.append("second"))
     writer.wait()
     assert order == ["first", "second"]
+
+
+def test_a_save_keeps_to_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP waits for the stream of a thread's current GPU: the first one, unless it is told."""
+    order: list[tuple[object, bool]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: order.append((gpu, in_thread())))
+    writer = behind.SaveThread()
+    writer.start(lambda: order.append(("wrote", in_thread())))
+    writer.wait()
+    assert order == [(3, True), ("wrote", True)]
