@@ -246,11 +246,13 @@ def check_memory(resolved: Resolved, size: int, device: torch.device) -> Admissi
 
 
 def set_allocator(config: Config, device: torch.device) -> None:
-    """Apply `memory.expandable_segments` on a GPU; call it before the first tensor.
+    """Make a GPU the current one, with `memory.expandable_segments`, before the first tensor.
 
-    Other settings of `PYTORCH_ALLOC_CONF` stay.
+    Other settings of `PYTORCH_ALLOC_CONF` stay. Libraries launch on the current GPU, wherever their
+    tensors are, and what they ask of it takes memory there: of the first one, for every rank.
     """
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         grow = config.memory.expandable_segments
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{grow}")
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -288,12 +289,14 @@ def test_bytes_in_words() -> None:
     assert words(5 * 2**20) == "5.0 MiB" and words(-0.5 * GIB) == "-0.50 GiB"
 
 
-def test_segments_of_a_gpu_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+def test_segments_of_a_rank_s_own_gpu_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compared next: a library's would run on the first GPU of the node."""
+    said: list[Any] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
-    config = preset("tiny")
+    monkeypatch.setattr(torch.cuda, "set_device", said.append)
+    config, own = preset("tiny"), torch.device("cuda", 3)
     fixed = replace(config, memory=replace(config.memory, expandable_segments=False))
-    for device in ("cpu", "cuda"):
+    for device in (torch.device("cpu"), own):
         for each in (config, fixed):
-            set_allocator(each, torch.device(device))
-    assert said == ["expandable_segments:True", "expandable_segments:False"]
+            set_allocator(each, device)
+    assert said == [own, "expandable_segments:True", own, "expandable_segments:False"]
