@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -52,7 +54,10 @@ def start(
 ) -> World:
     """Start the process group (gloo on CPU, NCCL on GPU) and build the meshes.
 
-    One process starts nothing. `config.dp_shard` must be resolved (not -1).
+    One process starts nothing. `config.dp_shard` must be resolved (not -1). All communicators of
+    NCCL are made here: later only some ranks of a group may be there for its first message. So what
+    a rank issues on one of them is carried out in that order, messages between two ranks too, and
+    torch would warn of this in every pipeline.
 
     Args:
         config: degrees of the axes.
@@ -66,11 +71,21 @@ def start(
         return World(0, 1, device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     own = device if device.type == "cuda" else None
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
+    _allow_sockets()
     where: dict[str, Any] = {}
     if store is not None:
         where = {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size()}
     dist.init_process_group(backend, timeout=timeout, device_id=own, **where)
     return join(config, device, timeout)
+
+
+def _allow_sockets() -> None:
+    """Open as many files as the system lets this process: a group of gloo has one to each rank."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # a system may grant less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def join(config: MeshConfig, device: torch.device, timeout: timedelta = TIMEOUT) -> World:
