@@ -43,7 +43,8 @@ PHASES = {
     "evaluation": ("evaluation", "evaluation"),
     "idle": ("end", "save"),
 }
-TICK_S, BEAT_S = 0.01, 1.0
+TICK_S, BEAT_S = 0.01, 1.0  # between two looks in a step, and between two signs of life
+SLOW_TICK_S = BEAT_S / 4  # between two looks elsewhere
 NEWS_S = 0.2  # a new step or phase is told at most so often
 ANSWER_S = 4.0  # from the alarm until a rank without an answer is at fault
 LEAVE_S = 10.0  # from another rank's error until a rank that hasn't noticed it leaves
@@ -123,7 +124,7 @@ class HangWatch:
 
     def _watch(self) -> None:
         alone, beat, news, before = self.peers.size == 1, 0.0, 0.0, time.monotonic()
-        while not self._stop.wait(BEAT_S / 4 if alone else TICK_S):
+        while not self._stop.wait(TICK_S if self._in_steps and not alone else SLOW_TICK_S):
             now = time.monotonic()
             passed, before = now - before, now
             with suppress(Exception):  # a store or a group that has ended: so has the run
@@ -143,14 +144,27 @@ class HangWatch:
 
     def _count(self, passed: float, alone: bool) -> None:
         """Count the seconds since the last sign of progress."""
-        clock = self.peers.clock
-        begun, waiting = (0, False) if alone else flight.under_way()
+        clock, waiting = self.peers.clock, False
+        if alone:
+            begun = 0
+        elif self._in_steps:
+            begun, waiting = flight.under_way()
+        else:
+            # torch reads the recorder's tables of groups without a lock, and the first collective
+            # of a group writes there: of a mesh there are a dozen in the first step of each rank.
+            begun = sum(flight.reached().values())
         turns = (clock.turns, clock.at) if clock is not None else ()
         sign = (*turns, begun, self.peers.meetings)
         self._late_s = 0.0 if sign != self._sign else self._late_s + passed
         self._sign = sign
-        if clock is not None and clock.phase in ("step", "data") and not clock.first:
+        if self._in_steps and clock is not None:
             self.straggler.sample(clock.at, passed, waiting)
+
+    @property
+    def _in_steps(self) -> bool:
+        """Whether this rank is in a step after the first, of which samples are taken."""
+        clock = self.peers.clock
+        return clock is not None and clock.phase in ("step", "data") and not clock.first
 
     def _beat(self) -> None:
         """Tell the others the phase of this rank and its own time of a step."""

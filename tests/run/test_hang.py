@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,39 @@ def test_who_does_not_report_leaves_after_the_report(
     assert "phase" in (tmp_path / "failures/hang-rank-1.txt").read_text()
     waits = {"op": "barrier", "seq": 3, "key": "store", "group": "all ranks", "members": [0, 1]}
     assert told["waits"][-1] == waits and told["reached"]["store"] == 3
+
+
+def test_the_recorder_is_read_in_steps_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tables of groups have no lock, and the first step of a rank writes to them."""
+    looks: Counter[str] = Counter()
+
+    def look(name: str, result: Any) -> Any:
+        looks[name] += 1
+        return result
+
+    monkeypatch.setattr(flight, "under_way", lambda: look("whole", (7, False)))
+    monkeypatch.setattr(flight, "reached", lambda: look("numbers", {"world": 7}))
+    clock, here = SimpleNamespace(phase="step", first=True, at=0, turns=1), this_process()
+    peers: Any = SimpleNamespace(
+        rank=1,
+        size=2,
+        table=[here, here],
+        store=dist.HashStore(),
+        clock=clock,
+        waits="",
+        meetings=0,
+    )
+    watch = HangWatch(peers, hang_limits("0"), tmp_path, lambda line: None)
+    while looks["numbers"] < 2:
+        time.sleep(0.01)
+    assert not looks["whole"] and watch._late_s > 0  # the number of collectives is a sign
+    clock.first = False
+    while looks["whole"] < 2:
+        time.sleep(0.01)
+    watch._stop.set()
+    watch._thread.join()
 
 
 def test_limits_are_one_number_or_by_phase() -> None:
