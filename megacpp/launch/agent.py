@@ -124,9 +124,15 @@ def printed(note: dict[str, Any]) -> bool:
 
 def killed(ends: dict[int, tuple[int, int]]) -> str:
     """Return the line for ranks that were killed before any other rank could report it."""
-    first = min(ends, key=lambda rank: ends[rank][1])
-    code = ends[first][0]
+    # torch's watchdog of NCCL ends a rank by SIGABRT a minute after it lost another machine.
+    first = min(ends, key=lambda rank: (ends[rank][0] == -signal.SIGABRT, ends[rank][1]))
+    code, again = ends[first][0], "Fix: start the same command again."
     if code == PREEMPTED:
         return UNSAVED
+    if code == PEER_LOST:
+        return f"error: rank {first} lost a rank of another machine, which says why. {again}"
+    if code == -signal.SIGABRT:
+        why = "compiled code failed, or NCCL lost another machine (its lines are above)"
+        return f"error: rank {first} ended by SIGABRT: {why}. {again}"
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return f"error: rank {first} lost: {how} without a message. Fix: start the same command again."
+    return f"error: rank {first} lost: {how} without a message. {again}"

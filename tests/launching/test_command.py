@@ -109,6 +109,13 @@ def test_the_code_of_a_launch() -> None:
     assert exit_code([-9, 6, 6]) == 6 and exit_code([6, 3]) == 3 and exit_code([-15, 75]) == 75
     assert killed({1: (-9, 5), 0: (6, 7)}).startswith("error: rank 1 lost: killed by SIGKILL")
     assert killed({0: (75, 5), 1: (75, 6)}) == UNSAVED
+    assert killed({8: (6, 5), 9: (-9, 6)}).startswith(
+        "error: rank 8 lost a rank of another machine"
+    )
+    watchdog = {8: (-6, 5), 9: (-6, 5)}  # what NCCL's ranks end with, a minute after the others
+    assert "rank 8 ended by SIGABRT: " in killed(watchdog)
+    assert killed({**watchdog, 10: (-9, 6)}).startswith("error: rank 10 lost: killed by SIGKILL")
+    assert exit_code([-6, -6]) == 6
 
 
 def test_a_launcher_hears_a_signal_once_and_ctrl_c_again() -> None:
