@@ -1,22 +1,21 @@
 """Loss curve of a run: the values that docs/pictures/tiny-loss.svg shows.
 
-    python bench/curve.py runs/tiny docs/tiny-loss.json
+    python -m bench.curve runs/tiny docs/tiny-loss.json
 
 `python -m bench.pictures --write tiny-loss` then draws it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
+
+from bench import parser_of
 
 
 def main() -> None:
     """Run the program from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("values", type=Path, help="JSON to write")
     options = parser.parse_args()

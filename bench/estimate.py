@@ -11,7 +11,6 @@ compared without what no tensor asks for (context, libraries, allocator). `upper
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
+from bench import parser_of
 from megacpp.config.arguments import replace_keys
 from megacpp.config.checks.every import check, resolve
 from megacpp.config.presets import preset
@@ -194,7 +194,7 @@ def line(result: Result) -> str:
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = parser_of(__doc__)
     parser.add_argument("--points", type=int, default=12)
     parser.add_argument("--full", action="store_true", help="216 points")
     parser.add_argument("--pipelines", action="store_true", help="pp 2 among them")

@@ -8,13 +8,13 @@ follows is `megacpp export --check`: a folder in fp32, one forward in transforme
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import tempfile
 from pathlib import Path
 
 import torch
 
+from bench import parser_of
 from megacpp.cli.main import main
 from megacpp.config.presets import PRESETS
 from megacpp.data.tokenizer import CorpusTokenizer
@@ -41,7 +41,7 @@ def export(preset: str) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("presets", nargs="*", default=["dense_110m", "moe_small"])
     for name in parser.parse_args().presets:
         print(name)

@@ -12,9 +12,9 @@ time is that of the bytes on an H100, or the host's for the launches where it is
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
+from bench import parser_of
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
 from megacpp.memory.budget import as_run
@@ -113,7 +113,7 @@ def table() -> list[str]:
 
 def main() -> None:
     """Print the table."""
-    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
+    parser_of(__doc__).parse_args()
     print("\n".join(table()))
 
 

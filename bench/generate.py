@@ -10,12 +10,12 @@ Weights are random: they don't change the work.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 
 import torch
 
+from bench import parser_of
 from bench.launches import Count, LaunchCounter
 from megacpp.config.presets import PRESETS
 from megacpp.model.decoding import decode, init_state, prefill
@@ -59,7 +59,7 @@ def line(title: str, count: Count, spent: float, tokens: int) -> str:
 @torch.no_grad()
 def main() -> None:
     """Print tokens a second, and the ratios."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("preset", nargs="?", default="tiny", choices=sorted(PRESETS))
     parser.add_argument("--prompt", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=64)

@@ -1,6 +1,6 @@
 """Fast forms against their plain references, side by side in one run.
 
-    python bench/kernels.py [--rounds 5] [--json]
+    python bench/kernels.py [--rounds 5]
 
 Chunked Mamba-3 and M2RNN against their token-by-token recurrences, fused linear cross entropy
 against plain logits: forward and backward, CPU seconds (wall seconds on a GPU), the two forms in
@@ -10,7 +10,6 @@ M2RNN by Triton, against the chunks, in bf16 with a published layer's 132 heads 
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -41,7 +40,6 @@ def main() -> None:
     """Run the benchmark from the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,9 +52,6 @@ def main() -> None:
     if device.type == "cuda":
         pairs["M2RNN by Triton"] = _m2rnn_backends(device)
     rows = {name: _measure(*pair, options.rounds, device) for name, pair in pairs.items()}
-    if options.json:
-        print(json.dumps({"device": device.type, "rows": rows}, indent=2))
-        return
     print(f"{device.type}, {B} rows of {T} tokens, forward and backward, 1 thread")
     print(f"{'':22}{'plain s':>10}{'fast s':>10}{'plain / fast':>14}")
     for name, (plain_s, fast_s) in rows.items():

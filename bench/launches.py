@@ -1,7 +1,6 @@
 """Kernels that a GPU would be sent for each kind of block, and the bytes that they move.
 
     python -m bench.launches           # the table
-    python -m bench.launches --json    # the same, for programs
     python -m bench.launches --write   # to docs/benchmarks.md
     python -m bench.launches --compiled [--write]    # of compiled blocks, as Inductor fuses them
 
@@ -19,8 +18,6 @@ Legend: B rows, T tokens, D model.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench import parser_of
 from bench.gpu.tables import write_section
 from bench.scheduled import scheduled
 from checkpointing.compile import compile_blocks
@@ -181,27 +179,19 @@ def _run(module: nn.Module, x_BTD: Tensor, docs: Documents) -> Tensor:
     return module(x_BTD, docs.ids_BT).loss_sum
 
 
-def row(case: tuple[str, str, str]) -> dict[str, Any]:
-    """Return the row of a case of `CASES`."""
-    forward, backward = count(*case)
-    found = {"block": case[0], "backend": case[2] or "torch"}
-    return found | {"forward": vars(forward), "backward": vars(backward)}
-
-
-def line(row: dict[str, Any]) -> str:
-    """Return a row as a line of the table."""
-    there, back = row["forward"], row["backward"]
+def line(case: tuple[str, str, str]) -> str:
+    """Return the line of a case of `CASES`."""
+    there, back = count(*case)
     return (
-        f"| {row['block']} | {row['backend']} | {there['launches']:,} | {back['launches']:,} | "
-        f"{there['triton'] + back['triton']} | {there['bytes'] / 1e9:.2f} | "
-        f"{back['bytes'] / 1e9:.2f} |"
+        f"| {case[0]} | {case[2] or 'torch'} | {there.launches:,} | {back.launches:,} | "
+        f"{there.triton + back.triton} | {there.bytes / 1e9:.2f} | {back.bytes / 1e9:.2f} |"
     )
 
 
 def table() -> str:
     """Return the table of docs/benchmarks.md."""
     heads = "| block | backend | forward | backward | of these Triton | GB forward | GB backward |"
-    return "\n".join([heads, "|---|---|---|---|---|---|---|", *(line(row(c)) for c in CASES)])
+    return "\n".join([heads, "|---|---|---|---|---|---|---|", *map(line, CASES)])
 
 
 def compiled_line(letter: str, dtype: torch.dtype) -> str:
@@ -245,14 +235,10 @@ def compiled_table() -> str:
 
 def main() -> None:
     """Print or write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="rows as JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--write", action="store_true", help="to docs/benchmarks.md")
     parser.add_argument("--compiled", action="store_true", help="of compiled blocks")
     options = parser.parse_args()
-    if options.json:
-        print(json.dumps([row(case) for case in CASES], indent=1))
-        return
     found = compiled_table() if options.compiled else table()
     if options.write:
         mark = f"Run {time.strftime('%Y-%m-%d')}, {(git_commit() or '')[:7]}:"

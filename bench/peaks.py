@@ -9,7 +9,6 @@ runs is measured by traces instead (megacpp/memory/); these forms say how far co
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import parser_of
 from bench.others import RowSizes, UnknownRowError
 from bench.published import ROWS, read, source_of
 from bench.rows import again_of, sizes_of, step_of
@@ -228,7 +228,7 @@ def lines(found: Sequence[dict[str, Any]], out: Sequence[dict[str, Any]]) -> lis
 
 def main(words: Sequence[str] | None = None) -> int:
     """Compare counted peaks with published ones."""
-    parser = argparse.ArgumentParser(prog="python -m bench.peaks")
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of rows to compare")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(words)

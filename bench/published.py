@@ -10,7 +10,6 @@ the figures of hardware.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import parser_of
 from bench.others import UnknownRowError
 from bench.rows import family_of, machine_of, step_of
 from megacpp.errors import ConfigError
@@ -306,7 +306,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Compare the rows of a file with predictions."""
-    parser = argparse.ArgumentParser(prog="python -m bench.published")
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of rows to compare")
     parser.add_argument("--points", type=Path, help="JSON to write: measured and predicted steps")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -11,12 +11,10 @@ GPU.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -41,15 +39,14 @@ def main() -> None:
     parser.add_argument("shape", nargs="?", default="tiny", help=f"one of {names()}")
     parser.add_argument("--steps", type=int, default=6, help="measured steps (default 6)")
     parser.add_argument("--compiled", action="store_true", help="compiled blocks too (minutes)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = pick_device("auto")
     config = resolve(shape(options.shape), 1)
     choices = [c for c in (*CHOICES, *(COMPILED if options.compiled else ())) if fits(c, config)]
     rows = measure(config, choices, options.steps, World(0, 1, device))
-    result = {"shape": options.shape, "device": device.type, "choices": rows}
-    print(json.dumps(result, indent=2) if options.json else table(result))
+    print(f"{options.shape} on {device.type}, 1 thread; ratios to keeping all")
+    print(table(rows))
 
 
 def fits(choice: RecomputeSetup, config: Config) -> bool:
@@ -117,12 +114,11 @@ def memory(trainer: Trainer, ids: torch.Tensor, world: World) -> Row:
     return {"kept_mib": kept / 2**20, "peak_mib": peak / 2**20}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return the result as text."""
+def table(rows: dict[str, Row]) -> str:
+    """Return a line of figures for each setup."""
     heads = ("step s", "kept MiB", "peak MiB", "time", "kept", "peak")
-    lines = [f"{result['shape']} on {result['device']}, 1 thread; ratios to keeping all"]
-    lines.append(f"{'':24}" + "".join(f"{head:>10}" for head in heads))
-    for name, row in result["choices"].items():
+    lines = [f"{'':24}" + "".join(f"{head:>10}" for head in heads)]
+    for name, row in rows.items():
         cells = f"{row['step_s']:10.3f}{row['kept_mib']:10.1f}{row['peak_mib']:10.1f}"
         ratios = (row["time_ratio"], row["kept_ratio"], row["peak_ratio"])
         lines.append(f"{name:24}{cells}" + "".join(f"{ratio:10.2f}" for ratio in ratios))

@@ -14,7 +14,6 @@ own for each. Shapes: bench/shapes.py; any preset works without `--compare`.
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -96,7 +95,6 @@ def main() -> None:
     parser.add_argument("--compare", choices=["plain"], help="measure against this in turns")
     parser.add_argument("--steps", type=int, default=12, help="measured steps (default 12)")
     parser.add_argument("--predict", action="store_true", help="measure the machine, and predict")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--only", choices=["megacpp", "plain"], help="one trainer, print its peak")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -126,7 +124,7 @@ def main() -> None:
     if foreseen:
         result["predicted_s"] = statistics.mean(foreseen)
     if world.is_main:
-        print(json.dumps(result, indent=2) if options.json else _table(result))
+        print(_table(result))
     world.close()
 
 

@@ -16,7 +16,6 @@ from bench.launches import (
     Count,
     counted,
     line,
-    row,
 )
 from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.kernels.linear_cross_entropy.chunked import (
@@ -56,7 +55,7 @@ def test_a_tensor_written_to_is_not_read() -> None:
 def test_the_page_has_todays_counts(case: tuple[str, str, str]) -> None:
     pytest.importorskip("triton")
     section = PAGE.read_text().partition(HEADING)[2].partition("\n## ")[0]
-    assert line(row(case)) in section.splitlines(), "python -m bench.launches --write"
+    assert line(case) in section.splitlines(), "python -m bench.launches --write"
 
 
 def test_what_a_compiler_schedules() -> None:
