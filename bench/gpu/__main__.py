@@ -34,7 +34,7 @@ from bench.gpu.plan import PLANS, PLANTED, SCALE, run_plan
 from bench.gpu.profile import profile
 from bench.gpu.recompute import recompute
 from bench.gpu.record import GpuRecord, read
-from bench.gpu.tables import HEADING, as_markdown, show, write_section
+from bench.gpu.tables import HEADING, as_markdown, write_section
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
 from megacpp.launch.gate import set_allocator
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in wanted:
         SECTIONS[name](record, options.of)
     record.save()
-    show(record.as_dict())
+    print(as_markdown(record.as_dict()))
     record.say(f"{len(record.rows)} rows, {len(record.skipped)} not run")
     return 0
 
@@ -139,7 +139,7 @@ def _plan(options: argparse.Namespace, device: torch.device) -> int:
     device = torch.device("cpu") if options.rehearse else device
     set_allocator(Config(), device)
     code = run_plan(calls, out, device, options.carried, options.cells, faults, scale)
-    show(read(out / "gpu.json") or {"rows": []})
+    print(as_markdown(read(out / "gpu.json")))
     return code
 
 

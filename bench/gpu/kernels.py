@@ -26,20 +26,28 @@ from megacpp.kernels.chosen import host_of
 from megacpp.kernels.operation import Backend
 from megacpp.kernels.selection import OPERATIONS
 from megacpp.model.precision import compute_dtype
-from megacpp.run.kernel_check import Case, agreement, case_of, packed_documents
+from megacpp.run.kernel_check import agreement, case_of, packed_documents
 
 SHORT, LONG = (1, 256), (2, 4096)  # rows and tokens
 TINY = (1, 24), (1, 32)
 
 
-def kernels(record: GpuRecord, wanted: list[str]) -> None:
-    """Measure all backends of all operations."""
+def kernels(record: GpuRecord, wanted: list[str], only: str = "") -> None:
+    """Measure all backends of all operations, or of those that are named.
+
+    Args:
+        record: record of the run.
+        wanted: names of operations; empty: all.
+        only: name of a backend; empty: all.
+    """
     config = ready(hybrid(12), record.tiny)
     host = host_of(config, record.device)
     for name, operation in OPERATIONS.items():
         if wanted and name not in wanted:
             continue
         for backend in operation.backends:
+            if only not in ("", backend.name):
+                continue
             why = backend.unsupported_reason(config, host)
             if why is not None:
                 record.skip("kernels", name, backend.name, why)
@@ -62,37 +70,28 @@ def rows_of(name: str, backend: Backend, config: Config, record: GpuRecord) -> I
         config: configuration of the model.
         record: record of the run.
     """
-    device = record.device
     short, long = TINY if record.tiny else (SHORT, LONG)
-    dtype = compute_dtype(config.precision, device)
-    case = case_of(name, config.model, device, whole=True)
-    one = agreement(name, backend, config, device, short)
+    one = agreement(name, backend, config, record.device, short)
     off = {"output_error": one.output_error, "gradient_error": one.gradient_error}
     for shape in (short, long) if backend.by_itself else (short,):
-        yield off | seconds(case, name, backend.name, shape, dtype, device, record.tiny)
+        yield off | seconds(name, backend.name, config, record, shape)
         off = {}
 
 
 def seconds(
-    case: Case,
-    name: str,
-    backend: str,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    is_tiny: bool,
+    name: str, backend: str, config: Config, record: GpuRecord, shape: tuple[int, int]
 ) -> Row:
-    """Return median milliseconds of a forward, and of forward and backward.
+    """Return median milliseconds of a block's forward, and of its forward and backward.
 
     Args:
-        case: module to run.
         name: operation.
         backend: name of the backend.
+        config: configuration of the model.
+        record: record of the run.
         shape: rows and tokens.
-        dtype: compute dtype.
-        device: device of the module.
-        is_tiny: few repeats, for tests.
     """
+    device, dtype = record.device, compute_dtype(config.precision, record.device)
+    case = case_of(name, config.model, device, whole=True)
     set_kernels(case.module, replace(PLAIN_KERNELS, **{name: backend}))
     g = torch.Generator().manual_seed(0)
     x_BTD, grad_BTD = (torch.randn(*shape, case.dim, generator=g).to(device) for _ in range(2))
@@ -110,7 +109,7 @@ def seconds(
         case.module.zero_grad()
         x_BTD.grad = None
 
-    warm, repeats = (1, 2) if is_tiny else (2, 7)
+    warm, repeats = (1, 2) if record.tiny else (2, 7)
     return {
         "shape": f"{shape[0]} x {shape[1]}",
         "dtype": str(dtype).removeprefix("torch."),

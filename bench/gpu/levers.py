@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.gpu.calibrate import calibrate
 from bench.gpu.clock import fresh, median_s
-from bench.gpu.kernels import rows_of, seconds
+from bench.gpu.kernels import seconds
 from bench.gpu.models import config_of
 from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import hybrid, ready
@@ -28,7 +28,6 @@ from megacpp.kernels.chosen import host_of
 from megacpp.kernels.linear_cross_entropy.chunked import linear_cross_entropy
 from megacpp.kernels.selection import OPERATIONS
 from megacpp.model.precision import compute_dtype
-from megacpp.run.kernel_check import case_of
 from megacpp.speed.hardware import Rates, gpu
 from megacpp.speed.ours import step_work
 from megacpp.speed.step import predict
@@ -102,24 +101,13 @@ def tune_siso(record: GpuRecord) -> None:
     if why := backend.unsupported_reason(config, host_of(config, record.device)):
         return record.skip("levers", "tune SISO", "", why)
     shape = (1, 32) if record.tiny else (2, 4096)
-    dtype = compute_dtype(config.precision, record.device)
 
     def run() -> Iterator[Row]:
-        began, case = time.monotonic(), case_of("mamba3", config.model, record.device, whole=True)
-        row = seconds(case, "mamba3", backend.name, shape, dtype, record.device, record.tiny)
+        began = time.monotonic()
+        row = seconds("mamba3", backend.name, config, record, shape)
         yield row | {"seconds": time.monotonic() - began}
 
     record.attempt("levers", "tune SISO", "", run)
-    return None
-
-
-def m2rnn_kernel(record: GpuRecord) -> None:
-    """Compare the Triton kernel of M2RNN with the reference, before anything else relies on it."""
-    config = ready(hybrid(12), record.tiny)
-    backend = OPERATIONS["m2rnn"].backend("triton")
-    if why := backend.unsupported_reason(config, host_of(config, record.device)):
-        return record.skip("kernels", "m2rnn", "triton", why)
-    record.attempt("kernels", "m2rnn", "triton", lambda: rows_of("m2rnn", backend, config, record))
     return None
 
 
@@ -214,8 +202,8 @@ def muon(record: GpuRecord) -> None:
 
 def r_rows(record: GpuRecord) -> None:
     """Time an R block by the rows of a microbatch: a recurrence has no other parallelism."""
-    device, config = record.device, ready(hybrid(13), record.tiny)
-    host, dtype = host_of(config, device), compute_dtype(config.precision, device)
+    config = ready(hybrid(13), record.tiny)
+    host = host_of(config, record.device)
     backend = next(
         b for b in OPERATIONS["m2rnn"].backends if b.unsupported_reason(config, host) is None
     )
@@ -223,12 +211,11 @@ def r_rows(record: GpuRecord) -> None:
         shape = (rows, 16 if record.tiny else 4096)
 
         def run(shape: tuple[int, int] = shape) -> Iterator[Row]:
-            case = case_of("m2rnn", config.model, device, whole=True)
-            found = seconds(case, "m2rnn", backend.name, shape, dtype, device, record.tiny)
+            found = seconds("m2rnn", backend.name, config, record, shape)
             yield found | {"ms": found["both_ms"]}
 
         record.attempt("levers", "R", f"{backend.name}, {rows} rows", run)
-        fresh(device)
+        fresh(record.device)
 
 
 def predicted(record: GpuRecord) -> None:

@@ -108,7 +108,7 @@ FIRST = (
             Cell("ceilings", 20, levers.ceilings),
             Cell("steps", 85, _tests("tests/gpu/test_steps.py", "dense_110m or captured")),
             Cell("golden data", 75, _tests("tests/gpu/test_golden_data.py", "fp32")),
-            Cell("M2RNN by Triton", 45, levers.m2rnn_kernel),
+            Cell("M2RNN by Triton", 45, partial(kernels, wanted=["m2rnn"], only="triton")),
             Cell("tune SISO", 120, levers.tune_siso),
             _kernels("m2rnn", 35),
             _kernels("mamba3", 35),

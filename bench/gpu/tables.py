@@ -1,4 +1,4 @@
-"""Tables of a GPU's measurements: on the screen, and in docs/benchmarks.md."""
+"""Tables of a GPU's measurements, as docs/benchmarks.md has them."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def as_markdown(found: dict[str, Any] | None) -> str:
     """Return the section of docs/benchmarks.md: every table, `not run` where there is nothing."""
     rows: list[Row] = found["rows"] if found else []
     lines, mark = [], []
-    if found:
-        mark = [f"Run {found['date'][:10]}, {found['commit'][:7]}:", ""]
+    if found and "device" in found:  # else no cell came to its first row
+        mark = [f"Run {found['date'][:10]}, {(found['commit'] or '')[:7]}:", ""]
         lines += [
             "{device}, capability {capability}, driver {driver}, torch {torch}, triton {triton}, "
             "commit {commit}, {date}.".format_map(found),
@@ -180,28 +180,6 @@ def as_markdown(found: dict[str, Any] | None) -> str:
             f"- {s['section']}: {s['name']} {s['mode']}: {s['why']}" for s in found["skipped"]
         ]
     return "\n".join(lines)
-
-
-def show(found: dict[str, Any]) -> None:
-    """Print the tables on the screen."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(soft_wrap=True, width=200)
-    for section, columns in COLUMNS.items():
-        own = [row for row in found["rows"] if row["section"] == section]
-        if not own:
-            continue
-        used = [c for c in columns if any(row.get(c[0]) is not None for row in own)]
-        table = Table(title=section, title_justify="left")
-        for _, heading, form in used:
-            table.add_column(heading, justify="right" if form else "left")
-        for row in own:
-            table.add_row(*(cell(row, key, form) for key, _, form in used))
-        console.print(table)
-    for words, value, ok in reached(found["rows"]):
-        mark = "    " if ok is None else "yes " if ok else "NO  "
-        console.print(f"{mark}{words}: {value}", markup=False, highlight=False)
 
 
 def write_section(page: Path, heading: str, table: str) -> None:
