@@ -208,9 +208,15 @@ def code_text(target: Path) -> str:
     return f"{head}{fence}{language}\n{text.rstrip()}\n{fence}\n"
 
 
+def put(file: str | Path, text: str) -> None:
+    """Write a file of the site's sources."""
+    there = SITE / "docs" / file
+    there.parent.mkdir(parents=True, exist_ok=True)
+    there.write_text(text)
+
+
 def write() -> int:
     """Write the sources of the site; return the number of pages."""
-    out = SITE / "docs"
     shutil.rmtree(SITE, ignore_errors=True)
     wanted: set[Path] = set()
     pages = sorted(DOCS.rglob("*.md"))
@@ -220,23 +226,16 @@ def write() -> int:
     texts |= {DOCS / f"reference/functions/{module}.md": text for module, text in made.items()}
     texts[listed] = FUNCTION.sub(to_function_page, texts[listed])
     for page, text in texts.items():
-        there = out / place(str(page.relative_to(DOCS)))
-        there.parent.mkdir(parents=True, exist_ok=True)
         words = "" if page.name == "notation.md" else meanings()
-        there.write_text(within(text, page, wanted) + words)
+        put(place(str(page.relative_to(DOCS))), within(text, page, wanted) + words)
     for picture in DOCS.rglob("*.svg"):
-        there = out / picture.relative_to(DOCS)
-        there.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(picture, there)
+        put(picture.relative_to(DOCS), picture.read_text())
     for page in DOCS.rglob("*.html"):
-        there = out / page.relative_to(DOCS)
-        there.parent.mkdir(parents=True, exist_ok=True)
-        there.write_text(re.sub(r'(href="[^":]+)\.md"', r'\1.html"', page.read_text()))
+        text = re.sub(r'(href="[^":]+)\.md"', r'\1.html"', page.read_text())
+        put(page.relative_to(DOCS), text)
     for target in wanted:
-        there = out / code_page(target)
-        there.parent.mkdir(parents=True, exist_ok=True)
-        there.write_text(code_text(target))
-    (out / "site.css").write_text(STYLE)
+        put(code_page(target), code_text(target))
+    put("site.css", STYLE)
     # JSON is YAML.
     settings = SETTINGS | {"nav": navigation()}
     (SITE / "mkdocs.yml").write_text(json.dumps(settings, indent=1) + "\n")

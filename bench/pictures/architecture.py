@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import partial
+from textwrap import wrap
 
 from bench.architecture import ROOT, package_of
 from bench.pictures.svg import Drawing
 from bench.reference import FILES
+
+wrapped = partial(wrap, break_long_words=False, break_on_hyphens=False)
 
 
 def parts() -> list[tuple[str, list[tuple[str, str]]]]:
@@ -42,7 +46,7 @@ def the_run() -> Drawing:
     for number, (title, used) in enumerate(parts()):
         high = 18.0 * max(len(used), 2) + 8
         drawing.rect(left, y, 180, high, number)
-        for i, line in enumerate(_wrapped(title, 29)):
+        for i, line in enumerate(wrapped(title, 29)):
             drawing.text(left + 90, y + 18 + 16 * i, line, "in")
         for i, (name, module) in enumerate(used):
             drawing.text(middle, y + 16 + 18 * i, name)
@@ -57,18 +61,8 @@ def the_run() -> Drawing:
     y = 40.0
     for folder, files in sorted(folders.items(), key=lambda item: item[0].endswith("/")):
         drawing.text(right, y + 14, folder)
-        for i, line in enumerate(_wrapped(", ".join(filter(None, files)), 20)):
+        for i, line in enumerate(wrapped(", ".join(filter(None, files)), 20) or [""]):
             y += 15 * (i > 0)
             drawing.text(right + 82, y + 14, line, "note")
         y += 17
     return drawing
-
-
-def _wrapped(words: str, most: int) -> list[str]:
-    """Return the words in lines of at most `most` letters, if no word is longer."""
-    lines = [""]
-    for word in words.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > most:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines

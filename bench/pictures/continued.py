@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.continued import LONG, PLACES, ROW
 from bench.pictures.charts import Axes
+from bench.pictures.measured import read
 from bench.pictures.svg import Drawing
 
-RECORD = Path(__file__).parents[2] / "docs/continued.json"
 LEFT, TOP, HIGH, GAP = 54.0, 78.0, 250.0, 76.0
 AT_ONCE, TUNED = ("yarn 0", "theta 0"), ("yarn 60", "theta 60")
 STABLE = ("stable 64", "stable 128", "stable 256")
@@ -99,7 +97,7 @@ def vocabularies() -> list[tuple[str, Points]]:
 
 def _place_lines(names: Sequence[str]) -> list[tuple[str, Points]]:
     """Return lines of losses by place, and one where the rows of the first training end."""
-    record = json.loads(RECORD.read_text())["token_losses"]
+    record = read("continued")["token_losses"]
     found = {name: record[f"{name}, by place"][0] for name in names}
     lines = [
         (kind, [((i + 0.5) * LONG / PLACES, loss) for i, loss in enumerate(found[name])])
@@ -137,7 +135,7 @@ def _runs() -> dict[str, Any]:
 
 
 def _of_one_seed() -> list[dict[str, Any]]:
-    return [run for run in json.loads(RECORD.read_text())["runs"] if run["seed"] == 1]
+    return [run for run in read("continued")["runs"] if run["seed"] == 1]
 
 
 def _headers(evaluations: list[Any]) -> Points:

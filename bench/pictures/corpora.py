@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.pictures.charts import Axes
+from bench.pictures.measured import read
 from bench.pictures.svg import Drawing
-from bench.reference import ROOT
 from megacpp.config.mix import mix_stages
 from megacpp.config.presets import moe_small
 from megacpp.data.corpus import Corpus
@@ -110,7 +110,7 @@ def rows_that_leave() -> Drawing:
 
 def right_answers() -> Drawing:
     """Draw how many held-out questions are answered right over the steps of tuning."""
-    record = json.loads((ROOT / "docs/questions.json").read_text())
+    record = read("questions")
     asked, (frequent, often) = record["asked"], record["most_frequent"]
     drawing = Drawing(760, f"Right answers of {asked} held-out questions, over steps of tuning")
     steps = {int(step): right for step, right in record["right"].items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import torch
@@ -10,8 +9,8 @@ import torch
 from bench.ablate import BASE, lines_of
 from bench.pictures.charts import Axes
 from bench.pictures.continued import LEFT, Panel, draw
+from bench.pictures.measured import read
 from bench.pictures.svg import Drawing
-from bench.reference import ROOT
 from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
 from megacpp.blocks.hyper_connections.module import HyperConnection
 from megacpp.blocks.mtp.config import MTPConfig
@@ -203,7 +202,7 @@ def four_streams() -> Drawing:
 
 def ablation_intervals() -> Drawing:
     """Draw the change in bits per byte by each feature, with its 95 % interval."""
-    record = json.loads((ROOT / "docs/ablation.json").read_text())
+    record = read("ablation")
     lines = [line for line in lines_of(record) if line.variant != BASE]
     ends = [
         x for n in lines for x in (n.difference - (n.within or 0), n.difference + (n.within or 0))
@@ -230,7 +229,7 @@ def ablation_intervals() -> Drawing:
 
 def several_inputs() -> Drawing:
     """Draw the loss over a run of Mamba-3 with one input a token and with four."""
-    record = json.loads((ROOT / "docs/mimo.json").read_text())
+    record = read("mimo")
     lines = []
     for kind, run in zip(("s1", "s0"), record["runs"], strict=True):
         part = record["steps"] / len(run["losses"])
