@@ -11,7 +11,6 @@ of them.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +29,7 @@ from megacpp.config.arguments import flatten, parse_run, replace_keys
 from megacpp.config.schema import Config
 from megacpp.launch.command import command_words
 from megacpp.launch.fit import STEPS, Outcome, outcome_of
-from megacpp.run.failure import PEER_LOST
+from megacpp.outcome import PEER_LOST, end_with
 from megacpp.run.oom import NO_MEMORY
 from megacpp.run.rank_store import POLL_S, RankStore
 
@@ -130,15 +130,8 @@ def spawn(
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        preexec_fn=partial(end_with, os.getpid()),  # a launcher doesn't know of it
     )
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process with its parent: a launcher doesn't know of it."""
-    pr_set_pdeathsig = 1  # <linux/prctl.h>
-    with contextlib.suppress(OSError):
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _until_over(child: subprocess.Popen[bytes], failed: str, peers: RankStore) -> tuple[int, bool]:

@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from megacpp.outcome import started_ticks
 from megacpp.state.files import parsed
 
 CLASSES = (
@@ -317,10 +318,8 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 def process_began() -> float:
     """Return this process's start in seconds since 1970; now if the system doesn't tell."""
-    try:
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        up_s = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:
+    ticks = started_ticks(os.getpid())
+    if ticks is None:
         return time.time()
-    ticks = int(after_name[19])  # starttime, field 22
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
     return time.time() - (up_s - ticks / os.sysconf("SC_CLK_TCK"))
