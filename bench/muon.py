@@ -114,7 +114,7 @@ def in_one_process(
     return after, {name: cpu for name, (cpu, _) in seconds.items()}
 
 
-def on_ranks(
+def _on_ranks(
     rank: int,
     size: int,
     builds: Mapping[str, Build],
@@ -124,13 +124,7 @@ def on_ranks(
 ) -> tuple[dict[str, dict[str, Any]], Seconds]:
     """Return what this rank counted for every contender, and its seconds.
 
-    Args:
-        rank: this rank.
-        size: number of ranks.
-        builds: constructors of contenders.
-        values: weights and gradients.
-        after: parameters after the first steps in one process.
-        rounds: measured rounds.
+    `after` are the parameters after the first steps in one process.
     """
     mesh = init_device_mesh("cpu", (size,))
 
@@ -167,25 +161,18 @@ def _difference(contender: Contender, reference: Sequence[Tensor]) -> float:
     return torch.tensor([0.0, *apart]).max().item()  # NaN if one is; Python's max may drop it
 
 
-def measure_set(
+def _measure_set(
     kinds: Sequence[tuple[int, tuple[int, ...]]],
     builds: Mapping[str, Build],
     size: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Measure every contender on one set, in one process and on ranks.
-
-    Args:
-        kinds: number and shape of the matrices.
-        builds: constructors of contenders.
-        size: number of ranks.
-        rounds: measured rounds.
-    """
+    """Measure every contender on one set, in one process and on ranks."""
     shapes = contenders.shapes_of(kinds)
     values = values_of(shapes)
     load = [os.getloadavg()[0]]
     after, single = in_one_process(builds, values, rounds)
-    ranks = run_ranks(on_ranks, size, builds, values, after, rounds, timeout_s=TIMEOUT_S)
+    ranks = run_ranks(_on_ranks, size, builds, values, after, rounds, timeout_s=TIMEOUT_S)
     load.append(os.getloadavg()[0])
     ideal = sum(newton_schulz_flops(*s[-2:]) * (s[0] if len(s) == 3 else 1) for s in shapes)
     parameters = sum(t.numel() for t in values[0])
@@ -213,15 +200,8 @@ def measure_set(
     }
 
 
-def adamw_on_ranks(rank: int, size: int, values: Values, rounds: int) -> tuple[Seconds, bool]:
-    """Return seconds of our AdamW, torch's and the bare kernel on DTensors, and whether bits agree.
-
-    Args:
-        rank: this rank.
-        size: number of ranks.
-        values: weights and gradients.
-        rounds: measured rounds.
-    """
+def _adamw_on_ranks(rank: int, size: int, values: Values, rounds: int) -> tuple[Seconds, bool]:
+    """Return seconds of our AdamW, torch's and the bare kernel, and whether bits agree."""
     mesh = init_device_mesh("cpu", (size,))
     weights, grads = (
         [distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in some]
@@ -262,7 +242,7 @@ def measure_adamw(
 ) -> dict[str, Any]:
     """Measure the AdamW contenders on one set."""
     values = values_of(contenders.shapes_of(kinds), steps=1)
-    ranks = run_ranks(adamw_on_ranks, size, values, rounds, timeout_s=TIMEOUT_S)
+    ranks = run_ranks(_adamw_on_ranks, size, values, rounds, timeout_s=TIMEOUT_S)
     cpu = {name: cpu for name, (cpu, _) in least([seconds for seconds, _ in ranks]).items()}
     wanted = [
         ("CPU / torch.optim.AdamW's, fused", cpu["ours"] / cpu["torch fused"], 0.4),
@@ -316,7 +296,7 @@ def main() -> None:
     for name in options.sets if options.only != "adamw" else ():
         say(f"{name}, load {os.getloadavg()[0]:.1f}")
         kinds = contenders.SETS[name]
-        found["sets"][name] = measure_set(kinds, builds, options.ranks, options.rounds)
+        found["sets"][name] = _measure_set(kinds, builds, options.ranks, options.rounds)
         found["sets"][name]["targets"] = targets(name, found["sets"][name])
     for name, kinds in contenders.ADAMW_SETS.items() if options.only != "muon" else ():
         say(f"AdamW, {name}, load {os.getloadavg()[0]:.1f}")

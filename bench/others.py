@@ -36,10 +36,7 @@ class Region(NamedTuple):
 
     Attributes:
         name: by which recomputation chooses it.
-        forward: operators.
-        backward: operators.
-        sent_forward: collectives.
-        sent_backward: collectives.
+        sent_forward, sent_backward: collectives.
         weights: parameters of the rank, as the data axes share them.
         experts: parameters of the rank's experts.
     """

@@ -89,15 +89,8 @@ def name_of(mesh: MeshConfig) -> str:
     return " ".join(f"{a}{getattr(mesh, a)}" for a in axes if getattr(mesh, a) > 1) or "one process"
 
 
-def steps_of(rank: int, size: int, mesh: MeshConfig, steps: int) -> dict[str, Any]:
-    """Return seconds of each step after two unmeasured ones, and bytes of parameters on this rank.
-
-    Args:
-        rank: this rank.
-        size: number of ranks.
-        mesh: mesh to measure.
-        steps: measured steps.
-    """
+def _steps_of(rank: int, size: int, mesh: MeshConfig, steps: int) -> dict[str, Any]:
+    """Return seconds of each step after two unmeasured ones, and bytes of own parameters."""
     torch.set_num_threads(1)
     world = World(0, 1, CPU) if size == 1 else join(mesh, CPU)
     config = config_of(mesh)
@@ -128,9 +121,9 @@ def measure_meshes(ranks: list[int], steps: int) -> list[dict[str, Any]]:
     for mesh in (ONE, *(m for n in ranks for m in MESHES[n]), ONE):
         size = size_of(mesh)
         found = (
-            steps_of(0, 1, mesh, steps)
+            _steps_of(0, 1, mesh, steps)
             if size == 1
-            else run_ranks(steps_of, size, mesh, steps, timeout_s=600)[0]
+            else run_ranks(_steps_of, size, mesh, steps, timeout_s=600)[0]
         )
         median = statistics.median(found["seconds"])
         rows.append(
@@ -146,16 +139,8 @@ def measure_meshes(ranks: list[int], steps: int) -> list[dict[str, Any]]:
     return [{**row, "of_one_process": row["step_s"] / one} for row in rows]
 
 
-def mixer_seconds(rank: int, size: int, letter: str, tokens: int, mesh: MeshConfig) -> float:
-    """Return median seconds of forward and backward of one mixer on one row.
-
-    Args:
-        rank: this rank.
-        size: number of ranks.
-        letter: kind of block.
-        tokens: tokens of the row.
-        mesh: mesh to measure.
-    """
+def _mixer_seconds(rank: int, size: int, letter: str, tokens: int, mesh: MeshConfig) -> float:
+    """Return median seconds of forward and backward of one mixer on one row."""
     torch.set_num_threads(1)
     model_config = dataclasses.replace(preset("tiny").model, pattern=letter, depth=1)
     model = meta_model(model_config).to_empty(device=CPU)
@@ -190,8 +175,8 @@ def measure_lengths(ranks: int) -> list[dict[str, Any]]:
     for tokens in LENGTHS:
         row: dict[str, Any] = {"tokens": tokens}
         for letter, name in (("A", "ring attention"), ("M", "Mamba-3 handoff")):
-            row[f"{name}, one process"] = mixer_seconds(0, 1, letter, tokens, ONE)
-            row[name] = max(run_ranks(mixer_seconds, ranks, letter, tokens, mesh, timeout_s=600))
+            row[f"{name}, one process"] = _mixer_seconds(0, 1, letter, tokens, ONE)
+            row[name] = max(run_ranks(_mixer_seconds, ranks, letter, tokens, mesh, timeout_s=600))
         row["kv bytes sent"] = (ranks - 1) * tokens // ranks * 2 * kv * m.attention.head_dim * 4
         row["state bytes sent"] = 2 * state_bytes  # two chunks a rank in head-tail order
         rows.append(row)

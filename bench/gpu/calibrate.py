@@ -101,11 +101,7 @@ def _start_of_an_operator(device: torch.device) -> float:
 
 
 class OperatorCount(TorchDispatchMode):
-    """Counter of operators that are no views.
-
-    Attributes:
-        ran: number of operators.
-    """
+    """Counter of operators that are no views, in `ran`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -56,20 +56,13 @@ def kernels(record: GpuRecord, wanted: list[str], only: str = "") -> None:
                 "kernels",
                 name,
                 backend.name,
-                lambda n=name, b=backend: rows_of(n, b, config, record),
+                lambda n=name, b=backend: _rows_of(n, b, config, record),
             )
             fresh(record.device)
 
 
-def rows_of(name: str, backend: Backend, config: Config, record: GpuRecord) -> Iterator[Row]:
-    """Yield errors and seconds of one backend.
-
-    Args:
-        name: operation.
-        backend: backend to measure.
-        config: configuration of the model.
-        record: record of the run.
-    """
+def _rows_of(name: str, backend: Backend, config: Config, record: GpuRecord) -> Iterator[Row]:
+    """Yield errors and seconds of one backend."""
     short, long = TINY if record.tiny else (SHORT, LONG)
     one = agreement(name, backend, config, record.device, short)
     off = {"output_error": one.output_error, "gradient_error": one.gradient_error}

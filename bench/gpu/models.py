@@ -53,7 +53,7 @@ def models(
             record.skip("models", name, "", str(error))
             continue
         for mode in modes:
-            one(record, name, mode + (", fp8" if fp8 != "off" else ""), config)
+            _one(record, name, mode + (", fp8" if fp8 != "off" else ""), config)
 
 
 def config_of(name: str, record: GpuRecord, fp8: Literal["off", "torchao"] = "off") -> Config:
@@ -75,15 +75,8 @@ def config_of(name: str, record: GpuRecord, fp8: Literal["off", "torchao"] = "of
     return fitted((ready(config, record.tiny, depth) for config in made), record.device)
 
 
-def one(record: GpuRecord, name: str, mode: str, config: Config) -> None:
-    """Measure one model in one mode.
-
-    Args:
-        record: record of the run.
-        name: name of the model.
-        mode: eager, inductor, graph or a combination.
-        config: configuration of the model.
-    """
+def _one(record: GpuRecord, name: str, mode: str, config: Config) -> None:
+    """Measure one model in one mode."""
     device = record.device
     if "inductor" in mode:
         config = compiled(config, record.tiny)
@@ -93,20 +86,13 @@ def one(record: GpuRecord, name: str, mode: str, config: Config) -> None:
     if why is not None:
         record.skip("models", name, mode, why)
     else:
-        record.attempt("models", name, mode, lambda: run(config, device, mode, record.tiny))
+        record.attempt("models", name, mode, lambda: _run(config, device, mode, record.tiny))
     torch.compiler.reset()
     fresh(device)
 
 
-def run(config: Config, device: torch.device, mode: str, is_tiny: bool) -> Iterator[Row]:
-    """Yield the figures of one mode after a warm-up microbatch and step.
-
-    Args:
-        config: configuration of the model.
-        device: device of the run.
-        mode: eager, inductor, graph or a combination.
-        is_tiny: few repeats, for tests.
-    """
+def _run(config: Config, device: torch.device, mode: str, is_tiny: bool) -> Iterator[Row]:
+    """Yield the figures of one mode after a warm-up microbatch and step."""
     fresh(device)
     if "graph" in mode:
         captured = CapturedSteps(config, device)

@@ -37,8 +37,8 @@ from bench.gpu.kernels import kernels
 from bench.gpu.models import models
 from bench.gpu.profile import profile
 from bench.gpu.record import GpuRecord, Row, read
-from megacpp.run.metrics import duration
 from megacpp.state.files import write_json
+from megacpp.terminal.screen import duration
 
 PACKING_S = 20.0  # at the end of a call
 LOST = 3  # exit code of a cell whose device stopped answering
@@ -50,13 +50,7 @@ PLANTED = {"ceilings": "hang", "kernels, experts": "crash", "R rows": "sticky"}
 
 @dataclass(frozen=True)
 class Cell:
-    """Measurement that has a process of its own.
-
-    Attributes:
-        name: in the record.
-        seconds: limit of the process.
-        run: adds rows to a record.
-    """
+    """Measurement, which adds rows to a record in a process of its own with a time limit."""
 
     name: str
     seconds: float
@@ -65,14 +59,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Call:
-    """Command on the machine with the GPU.
-
-    Attributes:
-        name: letter.
-        what: its purpose.
-        seconds: limit of the command.
-        cells: in order.
-    """
+    """Command on the machine with the GPU, its purpose, its time limit and its cells in order."""
 
     name: str
     what: str

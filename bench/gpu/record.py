@@ -18,8 +18,8 @@ import torch
 
 from megacpp.kernels.host import installed
 from megacpp.launch.record import device_name, driver_version, git_commit
-from megacpp.run.metrics import duration
 from megacpp.state.files import write_json
+from megacpp.terminal.screen import duration
 
 Row = dict[str, Any]
 
