@@ -42,15 +42,8 @@ def work(run: Callable[[], object]) -> Count:
     return counter.now
 
 
-def line(title: str, count: Count, spent: float, tokens: int) -> str:
-    """Return a line with the operators and bytes of a token, and the rate.
-
-    Args:
-        title: of the line.
-        count: operators and bytes of all tokens.
-        spent: CPU seconds of all tokens.
-        tokens: their number.
-    """
+def _line(title: str, count: Count, spent: float, tokens: int) -> str:
+    """Return a line with the operators and bytes of a token, and the rate."""
     operators, size = (total / tokens for total in (count.launches, count.bytes))
     counts = f"{operators:7,.1f} operators {size / 1e6:7.2f} MB"
     return f"{title:20}{counts} {tokens / spent:7,.0f} tokens/s"
@@ -83,10 +76,10 @@ def main() -> None:
 
     reading, writing = work(lambda: prefill(model, ids_1T)), work(step)
     print(f"{args.preset}, prompt of {args.prompt:,} tokens: work of a token")
-    print(line("read at once", reading, at_once, args.prompt))
-    print(line("read one by one", work(one_by_one), stepped, args.prompt))
-    print(line("write with a cache", writing, seconds(step, 20), 1))
-    print(line("write without", reading, at_once, 1))
+    print(_line("read at once", reading, at_once, args.prompt))
+    print(_line("read one by one", work(one_by_one), stepped, args.prompt))
+    print(_line("write with a cache", writing, seconds(step, 20), 1))
+    print(_line("write without", reading, at_once, 1))
     base = 0.0
     for rows in (1, 4, 16):
         prompts = [ids_1T[0, : 32 + row].tolist() for row in range(rows)]

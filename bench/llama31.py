@@ -284,7 +284,7 @@ def record(ranks: int, steps: int = 2, shape: Shape | None = None) -> Stream:
             )
             for index in range(steps):
                 recorder.mark(f"step {index + 1}")
-                step(model, shards, optimizer, recorder, shape)
+                _step(model, shards, optimizer, recorder, shape)
             recorder.name_resting(optimizer)
         return with_workspaces(recorder.stream())
 
@@ -304,22 +304,14 @@ def with_workspaces(stream: Stream) -> Stream:
     )
 
 
-def step(
+def _step(
     model: Llama,
     shards: list[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     recorder: Recorder,
     shape: Shape,
 ) -> None:
-    """Run one training step on fake tensors.
-
-    Args:
-        model: sharded model.
-        shards: its local shards, as the optimizer's parameters.
-        optimizer: AdamW over the shards.
-        recorder: records allocations.
-        shape: sizes of the batch.
-    """
+    """Run one training step on fake tensors."""
     with recorder.stage("batch"):
         ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
         labels = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)

@@ -44,7 +44,7 @@ def main() -> None:
     device = pick_device("auto")
     config = resolve(shape(options.shape), 1)
     choices = [c for c in (*CHOICES, *(COMPILED if options.compiled else ())) if fits(c, config)]
-    rows = measure(config, choices, options.steps, World(0, 1, device))
+    rows = _measure(config, choices, options.steps, World(0, 1, device))
     print(f"{options.shape} on {device.type}, 1 thread; ratios to keeping all")
     print(table(rows))
 
@@ -55,17 +55,10 @@ def fits(choice: RecomputeSetup, config: Config) -> bool:
     return not choice.policy.compress or bool(letters & set("AF"))
 
 
-def measure(
+def _measure(
     config: Config, choices: list[RecomputeSetup], steps: int, world: World
 ) -> dict[str, Row]:
-    """Return seconds per step in turns, saved bytes and the peak of one step.
-
-    Args:
-        config: configuration of the model.
-        choices: setups to compare.
-        steps: measured steps.
-        world: ranks and device.
-    """
+    """Return seconds per step in turns, saved bytes and the peak of one step."""
     trainers = {}
     for choice in choices:
         own = choice.apply(config)

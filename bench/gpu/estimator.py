@@ -35,21 +35,13 @@ def estimator(record: GpuRecord, wanted: list[str]) -> None:
         if wanted and name not in wanted:
             continue
         words = f"{name}, {rows} x {tokens}, keeps {kept}, {optimizer}"
-        config = ready(config_of(*point), record.tiny)
+        config = ready(_config_of(*point), record.tiny)
         record.attempt("estimator", words, "", lambda c=config: run(c, record.device))
         fresh(record.device)
 
 
-def config_of(name: str, rows: int, tokens: int, kept: str, optimizer: str) -> Config:
-    """Return the configuration of a point of the grid.
-
-    Args:
-        name: preset.
-        rows: rows of a microbatch.
-        tokens: tokens of a row.
-        kept: name of the recompute policy.
-        optimizer: name of the optimizer.
-    """
+def _config_of(name: str, rows: int, tokens: int, kept: str, optimizer: str) -> Config:
+    """Return the configuration of a point of the grid."""
     base = preset(name)
     train = replace(base.train, device_batch_size=rows, tokens_per_step=0, grad_accum=2)
     policy = base.recompute if kept == "preset" else KEPT[kept]
