@@ -19,7 +19,6 @@ import math
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -210,7 +209,7 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Run the benchmark from the command line."""
     parser = parser_of(__doc__)
     parser.add_argument(
@@ -222,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
     parser.add_argument("--record", type=Path, default=RECORD, help="file of the figures")
     parser.add_argument("--show", action="store_true", help="tables of the file, no runs")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     if not options.show:
         options.record.write_text(json.dumps(measure(options), indent=1) + "\n")
     print(table(json.loads(options.record.read_text())))

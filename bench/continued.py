@@ -231,14 +231,14 @@ def write(path: Path, record: dict[str, Any]) -> None:
     path.write_text(json.dumps(rounded) + "\n")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Run the benchmark from the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), help="some experiments")
     parser.add_argument("--seeds", type=int, default=1, help="default 1")
     parser.add_argument("--record", type=Path, default=RECORD, help="file of the figures")
     parser.add_argument("--show", action="store_true", help="the figures of the file, no runs")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     if not options.show:
         measure(options)
     record = json.loads(options.record.read_text())

@@ -43,7 +43,7 @@ def work(run: Callable[[], object]) -> Count:
 
 
 def _line(title: str, count: Count, spent: float, tokens: int) -> str:
-    """Return a line with the operators and bytes of a token, and the rate."""
+    """Return a line with the operators and bytes of each of some tokens, and their rate."""
     operators, size = (total / tokens for total in (count.launches, count.bytes))
     counts = f"{operators:7,.1f} operators {size / 1e6:7.2f} MB"
     return f"{title:20}{counts} {tokens / spent:7,.0f} tokens/s"

@@ -234,7 +234,7 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Run the benchmark from the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="some variants")
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--record", type=Path, default=RECORD, help="file of the figures")
     parser.add_argument("--again", action="store_true", help="run what is stored as well")
     parser.add_argument("--show", action="store_true", help="the table of the file, no runs")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     if not options.show:
         measure(options)
     print(table(json.loads(options.record.read_text())))

@@ -10,7 +10,6 @@ run of `train.py tiny`; it is trained if it isn't there. A run that was stopped 
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -109,12 +108,12 @@ def measure() -> dict[str, Any]:
     return record
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Run the benchmark from the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--show", action="store_true", help="the figures of the file, no runs")
     parser.add_argument("--record", type=Path, default=RECORD, help="file of the figures")
-    options: argparse.Namespace = parser.parse_args(argv)
+    options = parser.parse_args()
     if not options.show:
         train()
         options.record.write_text(json.dumps(measure(), indent=1) + "\n")

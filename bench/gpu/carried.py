@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -37,19 +37,11 @@ BUILT = ("mamba-ssm==2.3.2.post1",)
 BUILD_ENV = {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"}
 
 
-def prepare(
-    folder: Path = CARRIED, run: Callable[..., object] = subprocess.run, pip: Sequence[str] = ()
-) -> list[Path]:
-    """Return pure wheels, fetched or built into a folder.
-
-    Args:
-        folder: to fill.
-        run: `subprocess.run` or a stand-in.
-        pip: command of pip; empty: of this Python.
-    """
+def prepare(folder: Path = CARRIED, run: Callable[..., object] = subprocess.run) -> list[Path]:
+    """Return pure wheels, fetched or built into a folder; `run` may be a stand-in."""
     wheels = folder / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
-    command = [*(pip or (sys.executable, "-m", "pip")), "wheel", "--no-deps", "-w", str(wheels)]
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(wheels)]
     run([*command, *WHEELS], check=True)
     run([*command, "--no-build-isolation", *BUILT], check=True, env=os.environ | BUILD_ENV)
     return sorted(wheels.glob("*.whl"))
