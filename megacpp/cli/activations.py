@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from megacpp.blocks.kinds import KINDS
-from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
+from megacpp.cli.dry_run import RankArgs, readable
 from megacpp.config.arguments import flatten, parse_run
 from megacpp.config.checks.every import check
 from megacpp.config.schema import KEEP, CheckpointingPolicy, Config
@@ -111,9 +111,9 @@ def activations(args: ActivationsArgs, words: list[str]) -> int:
     config = _configured(args.policy, words, size)
     report = _report(config, size, rank, args.levers)
     if args.json:
-        print(json.dumps(_content(config, size, rank, report), indent=2))
+        print(json.dumps(args.as_dict(config) | _content(config, report), indent=2))
         return 0
-    print("\n".join(_lines(config, size, rank, report, args.all)))
+    print("\n".join(_lines(args, config, report)))
     return 0
 
 
@@ -169,14 +169,10 @@ def levers_of(config: Config) -> dict[str, CheckpointingPolicy]:
     }
 
 
-def _content(config: Config, size: int, rank: int, report: Report) -> dict[str, Any]:
+def _content(config: Config, report: Report) -> dict[str, Any]:
     """Return the report as JSON; all numbers are bytes, FLOPs, counts or ranks."""
     base = report.base
     return {
-        "preset": config.preset,
-        "world": size,
-        "rank": rank,
-        "mesh": asdict(config.mesh),
         "coordinates": report.coordinates,
         "rows": config.train.device_batch_size,
         "seq_len": config.data.seq_len,
@@ -191,18 +187,18 @@ def _content(config: Config, size: int, rank: int, report: Report) -> dict[str, 
     }
 
 
-def _lines(config: Config, size: int, rank: int, report: Report, every: bool) -> list[str]:
+def _lines(args: ActivationsArgs, config: Config, report: Report) -> list[str]:
     """Return the report as text."""
     words = [name for name in levers_of(config)] or ["nothing is recomputed"]
     return [
-        *mesh_lines(config, size, rank, report.coordinates),
+        *args.lines(config, report.coordinates),
         *wrapped("policy: " + ", ".join(words)),
         "",
         *_kinds(report),
         "",
         *_besides(report),
         *(["", *_levers(report)] if report.levers else []),
-        *(line for part in report.found.parts for line in ("", *_tensors(part, every))),
+        *(line for part in report.found.parts for line in ("", *_tensors(part, args.all))),
     ]
 
 

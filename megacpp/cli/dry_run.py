@@ -42,6 +42,27 @@ class RankArgs:
             raise config_error("rank", self.rank, rule, "use --rank 0")
         return self.world, self.rank
 
+    def as_dict(self, config: Config) -> dict[str, Any]:
+        """Return preset, mesh and rank for JSON."""
+        place = {"preset": config.preset, "world": self.world, "rank": self.rank}
+        return place | {"mesh": asdict(config.mesh)}
+
+    def lines(self, config: Config, coordinates: dict[str, int]) -> list[str]:
+        """Return lines with the mesh, the rank by its coordinates, and the batch of one step."""
+        mesh = config.mesh
+        degrees = {axis: getattr(mesh, axis) for axis in coordinates}
+        axes = ", ".join(f"{axis}={n}" for axis, n in degrees.items() if n > 1) or "one rank"
+        at = ", ".join(f"{axis} {coordinates[axis]}" for axis, n in degrees.items() if n > 1)
+        ranks, dtype = mesh.dp_replicate * mesh.dp_shard, config.precision.dtype
+        on_a_gpu = dtype == "auto" and config.train.device != "cpu"
+        return [
+            *wrapped(f"{config.preset} on {self.world} rank(s): {axes}"),
+            *wrapped(f"rank {self.rank}" + (f": {at}" if at else "")),
+            *wrapped(tokens_formula(config.train, config.data.seq_len, ranks)),
+            *(["precision: bf16, as on a GPU (--train.device cpu: fp32)"] if on_a_gpu else []),
+            *(line for text in fp8_line(config) for line in wrapped(text)),
+        ]
+
 
 def dry_run(args: RankArgs, words: list[str]) -> int:
     """Optimizer step of a rank: stored bytes, collectives by mesh axis, and completeness.
@@ -67,9 +88,9 @@ def dry_run(args: RankArgs, words: list[str]) -> int:
     with following("dry-run", layers * sum(step.few_microbatches(config))):
         found = step.dry_run(config, size, rank, dependencies())
     if args.json:
-        print(json.dumps(content(config, size, rank, found), indent=2))
+        print(json.dumps(args.as_dict(config) | _content(config, found), indent=2))
     else:
-        print("\n".join(lines(config, size, rank, found)))
+        print("\n".join([*args.lines(config, found.coordinates), *_lines(found)]))
     return 0 if found.complete else 1
 
 
@@ -89,21 +110,10 @@ def dependencies() -> Dependencies:
     )
 
 
-def content(config: Config, size: int, rank: int, found: DryRun) -> dict[str, Any]:
-    """Return the report as JSON; all numbers are bytes, counts or ranks.
-
-    Args:
-        config: resolved configuration.
-        size: number of ranks.
-        rank: rank that is shown.
-        found: result of the dry run.
-    """
+def _content(config: Config, found: DryRun) -> dict[str, Any]:
+    """Return the report as JSON; all numbers are bytes, counts or ranks."""
     by_rank = found.shard_bytes.by_rank
     return {
-        "preset": config.preset,
-        "world": size,
-        "rank": rank,
-        "mesh": asdict(config.mesh),
         "coordinates": found.coordinates,
         "grad_accum": config.train.grad_accum,
         "traced_microbatches": found.traced,
@@ -125,48 +135,9 @@ def content(config: Config, size: int, rank: int, found: DryRun) -> dict[str, An
     }
 
 
-def lines(config: Config, size: int, rank: int, found: DryRun) -> list[str]:
-    """Return the report as text.
-
-    Args:
-        config: resolved configuration.
-        size: number of ranks.
-        rank: rank that is shown.
-        found: result of the dry run.
-    """
-    return [
-        *mesh_lines(config, size, rank, found.coordinates),
-        "",
-        *_storage(found),
-        "",
-        *_shard_bytes(found),
-        "",
-        *_collectives(found),
-    ]
-
-
-def mesh_lines(config: Config, size: int, rank: int, coordinates: dict[str, int]) -> list[str]:
-    """Return lines with the mesh, the rank and the batch of one step.
-
-    Args:
-        config: resolved configuration.
-        size: number of ranks.
-        rank: rank that is shown.
-        coordinates: its coordinate on each axis.
-    """
-    mesh = config.mesh
-    degrees = {axis: getattr(mesh, axis) for axis in coordinates}
-    axes = ", ".join(f"{axis}={n}" for axis, n in degrees.items() if n > 1) or "one rank"
-    at = ", ".join(f"{axis} {coordinates[axis]}" for axis, n in degrees.items() if n > 1)
-    ranks, dtype = mesh.dp_replicate * mesh.dp_shard, config.precision.dtype
-    on_a_gpu = dtype == "auto" and config.train.device != "cpu"
-    return [
-        *wrapped(f"{config.preset} on {size} rank(s): {axes}"),
-        *wrapped(f"rank {rank}" + (f": {at}" if at else "")),
-        *wrapped(tokens_formula(config.train, config.data.seq_len, ranks)),
-        *(["precision: bf16, as on a GPU (--train.device cpu: fp32)"] if on_a_gpu else []),
-        *(line for text in fp8_line(config) for line in wrapped(text)),
-    ]
+def _lines(found: DryRun) -> list[str]:
+    """Return the report as text."""
+    return ["", *_storage(found), "", *_shard_bytes(found), "", *_collectives(found)]
 
 
 def readable(count: int) -> str:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
+from megacpp.cli.dry_run import RankArgs, readable
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting
@@ -59,9 +59,9 @@ def explain(args: ExplainArgs, words: list[str]) -> int:
     with following("explain", len(set(layer_kinds(config.model)))):
         found = look(config, size, rank)
     if args.json:
-        print(json.dumps(_content(config, size, rank, found), indent=2))
+        print(json.dumps(args.as_dict(config) | _content(found), indent=2))
         return 0
-    print("\n".join(mesh_lines(config, size, rank, found.coordinates)))
+    print("\n".join(args.lines(config, found.coordinates)))
     print("\n" + "\n".join(_parameters(found, args.all)))
     for letter, drawn in found.drawn.items():
         print("\n" + "\n".join(_block(letter, found, drawn)))
@@ -172,12 +172,8 @@ def _block(letter: str, found: Explanation, drawn: list[Drawn]) -> list[str]:
     return table(rows, 4)
 
 
-def _content(config: Config, size: int, rank: int, found: Explanation) -> dict[str, Any]:
+def _content(found: Explanation) -> dict[str, Any]:
     return {
-        "preset": config.preset,
-        "world": size,
-        "rank": rank,
-        "mesh": asdict(config.mesh),
         "coordinates": found.coordinates,
         "parameters": [asdict(line) for line in found.parameters],
         "bytes_here": sum(line.bytes for line in found.parameters),

@@ -9,7 +9,7 @@ forward, then one token at a time.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -26,37 +26,19 @@ from megacpp.model.token_cache import TokenCache, mapped, reserve
 from parallel.simulate.fake import fake_tensors
 
 
-def generation_memory(config: ModelConfig, args: GenerationArgs, gpu: bool) -> GenerationMemory:
-    """Return the bytes of a batch, from a run without values.
+def generation_memory(
+    config: ModelConfig, args: GenerationArgs, gpu: bool = False, on: torch.device | None = None
+) -> GenerationMemory:
+    """Return the bytes of a batch, from a run without values or with random weights.
 
     Args:
         config: the model.
         args: size of the batch.
-        gpu: allocate as on a GPU.
+        gpu: allocate as on a GPU, without values.
+        on: device that runs it with random weights; None: it has no values.
     """
-    return _followed(config, args, torch.device("cpu"), fake_tensors(memory=True, gpu=gpu))
-
-
-def measured_memory(
-    config: ModelConfig, args: GenerationArgs, device: torch.device
-) -> GenerationMemory:
-    """Return the bytes of a batch that runs with random weights.
-
-    Args:
-        config: the model.
-        args: size of the batch.
-        device: where it runs.
-    """
-    return _followed(config, args, device, nullcontext())
-
-
-def _followed(
-    config: ModelConfig,
-    args: GenerationArgs,
-    device: torch.device,
-    values: AbstractContextManager[None],
-) -> GenerationMemory:
-    """Return the bytes of a batch that runs inside of `values`."""
+    values = nullcontext() if on else fake_tensors(memory=True, gpu=gpu)
+    device = on or torch.device("cpu")
     with torch.device("meta"):
         model = HybridLM(config).eval()
     with values, torch.no_grad(), LiveBytes() as live:

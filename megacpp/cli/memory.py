@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
+from megacpp.cli.dry_run import RankArgs, readable
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting
@@ -113,23 +113,19 @@ def trace(args: TraceArgs, words: list[str]) -> int:
 
         write_snapshot(stream, timeline)
     if args.json:
-        print(json.dumps(_content(config, size, rank, found), indent=2))
+        print(json.dumps(args.as_dict(config) | _content(config, found), indent=2))
         return 0
-    print("\n".join(_lines(config, size, rank, found)))
+    print("\n".join(_lines(args, config, found)))
     if timeline:
         print(f"\ntimeline: {timeline}")
     return 0
 
 
-def _content(config: Config, size: int, rank: int, found: Found) -> dict[str, Any]:
+def _content(config: Config, found: Found) -> dict[str, Any]:
     """Return the report as JSON; all numbers are bytes, or ranks."""
     from parallel.simulate.traced_kernels import traced_kernels
 
     return {
-        "preset": config.preset,
-        "world": size,
-        "rank": rank,
-        "mesh": asdict(config.mesh),
         "kernels": asdict(traced_kernels(config)),
         "rows": config.train.device_batch_size,
         "seq_len": config.data.seq_len,
@@ -137,7 +133,7 @@ def _content(config: Config, size: int, rank: int, found: Found) -> dict[str, An
     }
 
 
-def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
+def _lines(args: TraceArgs, config: Config, found: Found) -> list[str]:
     """Return the report as text."""
     from megacpp.cli.measure import coordinates
     from parallel.simulate.traced_kernels import traced_words
@@ -151,7 +147,7 @@ def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
     largest = [["largest tensors then", "of", "bytes"]]
     largest += [[b.name, b.part, readable(b.bytes)] for b in found.largest]
     return [
-        *mesh_lines(config, size, rank, coordinates(config.mesh, size, rank)),
+        *args.lines(config, coordinates(config.mesh, *args.place)),
         *wrapped(f"kernels: {traced_words(config)}"),
         *wrapped(
             f"most at once: {readable(found.peak)}, in {found.where or 'nothing'}; "

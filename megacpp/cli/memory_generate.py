@@ -75,7 +75,7 @@ def generate(args: GenerationArgs, words: list[str]) -> int:
     config = parse_run(words, 1).config
     import torch
 
-    from megacpp.cli.generation import generation_memory, measured_memory
+    from megacpp.cli.generation import generation_memory
     from megacpp.launch.record import device_name
 
     gpu = config.train.device != "cpu"
@@ -87,11 +87,11 @@ def generate(args: GenerationArgs, words: list[str]) -> int:
     found = generation_memory(config.model, args, gpu)
     device = torch.device("cuda" if gpu else "cpu")
     name = device_name(device) if here or not gpu else "any GPU"
-    where, folder = situation_of(config, args, name), Path(config.memory.calibration) / RECORDS
+    where, folder = _situation(config, args, name), Path(config.memory.calibration) / RECORDS
     known = read_records(folder)[0] if config.memory.calibration else []
     learned, measured = margin(found.point, where, known, _parts(found)), None
     if args.measure:
-        measured = measured_memory(config.model, args, device)
+        measured = generation_memory(config.model, args, on=device)
         if config.memory.calibration:
             record = Record(
                 where.key,
@@ -113,14 +113,8 @@ def generate(args: GenerationArgs, words: list[str]) -> int:
     return 0
 
 
-def situation_of(config: Config, args: GenerationArgs, device: str) -> Situation:
-    """Return everything that the memory of a batch depends on.
-
-    Args:
-        config: resolved.
-        args: size of the batch.
-        device: name of the device.
-    """
+def _situation(config: Config, args: GenerationArgs, device: str) -> Situation:
+    """Return everything that the memory of a batch depends on; `device` is a name."""
     from megacpp.launch.gate import VERSIONS
     from megacpp.launch.record import all_versions
 

@@ -61,38 +61,33 @@ def speed(args: SpeedArgs, given: list[str]) -> int:
     check_fp8(config, machine)
     per_node = args.per_node or int(machine.per_node)
     found = predicted(config, args.world, machine, per_node)
-    memory, cost = memory_of(config, args.world, machine), Cost(0, args.price, args.world)
+    memory, cost = _memory_of(config, args.world, machine), Cost(0, args.price, args.world)
     measured = compare(found, Path(args.against)) if args.against else None
     if args.timeline:
         _draw(Path(args.timeline), work_of(config, args.world, machine, per_node), machine)
     if args.json:
-        words_ = content(config, args.world, machine, found)
-        words_ |= {"memory": memory.as_json() if memory else None}
-        words_["predicted"] |= cost.as_dict(found)
+        content: dict[str, Any] = {"preset": config.preset, "world": args.world}
+        content |= {"gpu": machine.name, "mesh": asdict(config.mesh)}
+        content["predicted"] = in_words(found) | cost.as_dict(found)
+        content["memory"] = memory.as_json() if memory else None
         if measured:
-            words_["measured"] = asdict(measured) | {"largest": measured.largest}
-        print(json.dumps(words_, indent=2))
+            content["measured"] = asdict(measured) | {"largest": measured.largest}
+        print(json.dumps(content, indent=2))
         return 0
-    print("\n".join(lines(config, args.world, machine, found)))
+    print("\n".join(_lines(config, args.world, machine, found)))
     if memory and memory.verdict != "fits":
         print("\n".join(wrapped(misfit_words(memory, machine))))
     if args.price:
         print("\n".join(["", *wrapped(cost.words(found))]))
     if measured:
-        print("\n".join(["", *beside(measured), *unlike(Path(args.against), args.world, machine)]))
+        print("\n".join(["", *beside(measured), *_unlike(Path(args.against), args.world, machine)]))
     if args.timeline:
         print(f"\ntimeline of one rank: {args.timeline}")
     return 0
 
 
-def memory_of(config: Config, size: int, machine: GpuSpec) -> MemoryEstimate | None:
-    """Return the memory of the fullest rank; None: that of the machine isn't known.
-
-    Args:
-        config: resolved for `size` ranks.
-        size: number of ranks.
-        machine: GPU of each.
-    """
+def _memory_of(config: Config, size: int, machine: GpuSpec) -> MemoryEstimate | None:
+    """Return the memory of the fullest rank; None: that of the machine isn't known."""
     if not machine.hbm_gib:
         return None
     budget = int(machine.hbm_gib * GIB * (1 - config.memory.headroom))
@@ -140,13 +135,8 @@ def beside(measured: MeasuredRun) -> list[str]:
     return found
 
 
-def unlike(folder: Path, size: int, machine: GpuSpec) -> list[str]:
+def _unlike(folder: Path, size: int, machine: GpuSpec) -> list[str]:
     """Return a line about a run that was made on another kind of device, or on other ranks.
-
-    Args:
-        folder: of the run.
-        size: number of ranks of the prediction.
-        machine: device of each.
 
     Raises:
         DataError: its launch record is damaged.
@@ -202,7 +192,7 @@ def work_of(config: Config, size: int, machine: GpuSpec, per_node: int = 8) -> S
 
 
 def in_words(found: StepTime) -> dict[str, Any]:
-    """Return the keys of `predicted` in JSON."""
+    """Return the keys of `predicted` in JSON; seconds, tokens and fractions."""
     least, most = (found.step_s * x for x in MEASURED)
     return {
         "step_s": found.step_s,
@@ -216,33 +206,8 @@ def in_words(found: StepTime) -> dict[str, Any]:
     }
 
 
-def content(config: Config, size: int, machine: GpuSpec, found: StepTime) -> dict[str, Any]:
-    """Return the prediction as JSON; seconds, tokens and fractions.
-
-    Args:
-        config: resolved configuration.
-        size: number of ranks.
-        machine: GPU of each.
-        found: predicted step.
-    """
-    return {
-        "preset": config.preset,
-        "world": size,
-        "gpu": machine.name,
-        "mesh": asdict(config.mesh),
-        "predicted": in_words(found),
-    }
-
-
-def lines(config: Config, size: int, machine: GpuSpec, found: StepTime) -> list[str]:
-    """Return the prediction as text.
-
-    Args:
-        config: resolved configuration.
-        size: number of ranks.
-        machine: GPU of each.
-        found: predicted step.
-    """
+def _lines(config: Config, size: int, machine: GpuSpec, found: StepTime) -> list[str]:
+    """Return the prediction as text."""
     from parallel.simulate.traced_kernels import traced_words
 
     least, most = (found.step_s * x for x in MEASURED)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpointing.tracing.live_bytes import LiveBytes
-from megacpp.cli.generation import generation_memory, measured_memory
+from megacpp.cli.generation import generation_memory
 from megacpp.cli.main import main
 from megacpp.cli.memory_generate import GenerationArgs
 from megacpp.config.presets import tiny
@@ -28,7 +28,7 @@ def test_the_estimate_is_what_tensors_with_values_take(name: str, new: int) -> N
     """To the byte, but for the rows of experts, which routers decide."""
     config = variants()[name]
     args = GenerationArgs(prompts=3, prompt_tokens=20, new_tokens=new)
-    found, real = generation_memory(config, args, gpu=False), measured_memory(config, args, CPU)
+    found, real = generation_memory(config, args), generation_memory(config, args, on=CPU)
     assert (found.weights, found.cache) == (real.weights, real.cache)
     assert found.working == pytest.approx(real.working, rel=0.05)
 
