@@ -22,11 +22,10 @@ from megacpp.kernels.chosen import as_chosen, choices, kernel_lines, kernel_reco
 from megacpp.kernels.selection import BackendSelection
 from megacpp.launch.features import feature_lines
 from megacpp.launch.folder import open_folder, start_point
-from megacpp.launch.gate import Admission, set_allocator
+from megacpp.launch.gate import Admission, check_memory, set_allocator
 from megacpp.launch.recompute_table import layer_rows, selective_offer
 from megacpp.launch.recompute_table import table_lines as recompute_lines
 from megacpp.launch.record import device_name, print_header, write_config, write_launch
-from megacpp.launch.resolve import resolve_launch
 from megacpp.memory.budget import as_run
 from megacpp.memory.forms.activations import activation_bytes
 from megacpp.model.count import count_parameters, table_lines
@@ -68,6 +67,7 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
         ConfigError: corpus, device, sinks, first weights, kernels or memory don't suit the
             configuration.
         CheckpointError: tensors of the first weights aren't those of the model.
+        MegacppError: an attempt to fit the run failed for another reason than memory.
     """
     seed_generators(resolved.config.run.seed)
     check_folder("run.dir", Path(resolved.config.run.dir))
@@ -92,7 +92,12 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
 
         check_start(resolved.config, peers.rank == 0)
     kernels = choices(resolved.config, device)
-    resolved, admission = resolve_launch(resolved, peers, device)
+    if resolved.config.memory.fit == "auto":
+        from megacpp.launch.auto_fit import fitted  # imports the planner
+
+        resolved, admission = fitted(resolved, peers, device)
+    else:
+        admission = check_memory(resolved, peers.size, device)
     predicted = foresee(
         *(_as_it_runs(resolved.config, device), peers.size, device.type, device_name(device))
     )
@@ -110,10 +115,6 @@ class PreparedLaunch:
 
     Attributes:
         resolved: configuration that runs (for a fitted run, the one that was found).
-        peers: store of all ranks.
-        corpus: corpus of the run.
-        device: device of this rank.
-        admission: memory estimate.
         kernels: backend of each operation, with the reason.
         agreed: a line for each kernel that was compared with the reference.
         predicted: speed of a step; None: the machine isn't known.

@@ -45,24 +45,22 @@ def finish(
     Raises:
         NonFiniteError: a weight or the held-out loss isn't finite.
     """
-    folder, device = Path(config.run.dir), next(model.parameters()).device
+    folder = Path(config.run.dir)
     words = unsound(model_tensors(model))
     if not words and loss is not None and not math.isfinite(loss):
         words = f"the held-out loss is {loss:g}"
     if words:
         raise bad_state(config, folder / "checkpoints", step, f"at the end of the run {words}")
-    export_final(model, corpus, config, folder, step)
+    export_final(model, corpus, config, step)
     if log.active:
-        if text := write_sample(corpus, config, folder, device):
+        if text := write_sample(corpus, config, next(model.parameters()).device):
             log.sample(step - 1, text)
         typed = shlex.quote(str(folder))
         print(f"run folder: {folder}   more text: megacpp sample {typed} --prompt '...'")
 
 
-def export_final(
-    model: nn.Module, corpus: RunCorpus, config: Config, folder: Path, step: int
-) -> Path:
-    """Write weights after `step` steps, model configuration and tokenizer to `folder/final`.
+def export_final(model: nn.Module, corpus: RunCorpus, config: Config, step: int) -> None:
+    """Write weights after `step` steps, model configuration and tokenizer to `final/`.
 
     Every rank calls it.
 
@@ -70,29 +68,23 @@ def export_final(
         model: model of this rank.
         corpus: corpus of the run.
         config: configuration of the run.
-        folder: folder of the run.
         step: number of steps made.
     """
     extra = {"preset": config.preset, "data_fingerprint": corpus.fingerprint}
     beside = (corpus.path / TOKENIZER, corpus.path / CONFIG)
-    export_weights(model, folder / "final", config.model, extra, beside=beside, step=step)
-    return folder / "final"
+    final = Path(config.run.dir, "final")
+    export_weights(model, final, config.model, extra, beside=beside, step=step)
 
 
-def write_sample(corpus: RunCorpus, config: Config, folder: Path, device: torch.device) -> str:
+def write_sample(corpus: RunCorpus, config: Config, device: torch.device) -> str:
     """Continue, or answer, the prompt with the exported weights; store the text in `samples/`.
 
     The prompt is `run.sample_prompt`, or that of the corpus. Only the main rank calls it: the
     exported model is unsharded, and decoding carries recurrent state.
-
-    Args:
-        corpus: corpus of the run.
-        config: configuration of the run.
-        folder: folder of the run.
-        device: device that generates.
     """
     if not config.run.sample_tokens:
         return ""
+    folder = Path(config.run.dir)
     model = load_exported(folder / "final", device)
     prompt, marks = config.run.sample_prompt or corpus.sample_prompt, corpus.tokenizer.specials
     if chat := corpus.chat:

@@ -21,14 +21,6 @@ ROOMS = ("train.py", "megacpp/", "parallel/", "optim/", "checkpointing/")
 P2P = ("_wait_batch_p2p", "send", "recv")  # functions of torch that wait for another stage
 
 
-def record_collectives() -> None:
-    """Turn the flight recorder on, unless the environment says otherwise.
-
-    It reads its variable when the first process group is made.
-    """
-    os.environ.setdefault(BUFFER, ENTRIES)
-
-
 def under_way() -> tuple[int, bool]:
     """Return the number of collectives that were begun, and whether one isn't complete."""
     begun, waiting = 0, False

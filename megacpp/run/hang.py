@@ -81,7 +81,8 @@ class HangWatch:
         self._sign: tuple[object, ...] = ()
         self._told_last: dict[str, Any] = {}
         self._stop = threading.Event()
-        flight.record_collectives()
+        # The flight recorder reads it when the first process group is made.
+        os.environ.setdefault(flight.BUFFER, flight.ENTRIES)
         if peers.size > 1:
             self._store = peers.store.clone()  # type: ignore[attr-defined]
             self._store.set_timeout(timedelta(seconds=ANSWER_S))

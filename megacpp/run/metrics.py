@@ -14,14 +14,12 @@ from typing import Any, TextIO
 
 import torch
 
-from megacpp.config.arguments import flatten
 from megacpp.config.schema import Config
 from megacpp.data.compressors import compressor_bars
-from megacpp.run.sinks import Setting, Sink, open_sinks, tagged
+from megacpp.run.sinks import Sink, open_sinks, tagged
 from megacpp.state.files import parsed, rows_by_step
 from megacpp.terminal.samples import print_sample
-from megacpp.terminal.screen import columns, wrapped
-from megacpp.terminal.screen import duration as duration
+from megacpp.terminal.screen import columns, duration, wrapped
 
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets (for MFU).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "GB200": 2500e12}
@@ -89,7 +87,7 @@ class MetricsLog:
                 _set_aside(one, first_step, config.checkpoint.resume)
             _keep_steps(one, lambda step: step < first_step)
         self._file = path.open("a")
-        self._sinks = open_sinks(folder, run, settings_of(config), first_step)
+        self._sinks = open_sinks(folder, config, first_step)
 
     def write(self, record: StepRecord) -> None:
         """Store a record; print its line every `run.log_every` steps and at the end."""
@@ -254,14 +252,6 @@ def device_peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for key, peak in reversed(PEAK_FLOPS.items()) if key in name), None)
-
-
-def settings_of(config: Config) -> dict[str, Setting]:
-    """Return dotted names and plain values of all settings."""
-    return {
-        name: value if isinstance(value, bool | int | float | str) else str(value)
-        for name, value in flatten(config).items()
-    }
 
 
 def _evaluations(path: Path) -> Path:

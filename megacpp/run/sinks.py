@@ -17,7 +17,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megacpp.config.schema import Config, RunConfig
+from megacpp.config.arguments import flatten
+from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, config_error
 
 Setting = bool | int | float | str
@@ -134,23 +135,23 @@ class WeightsAndBiases:
 Sink = TensorBoard | WeightsAndBiases  # steps of both count from 0
 
 
-def open_sinks(
-    folder: Path, config: RunConfig, settings: Mapping[str, Setting], first_step: int
-) -> list[Sink]:
-    """Return the sinks that the configuration enables.
-
-    Args:
-        folder: folder of the run.
-        config: settings of the run.
-        settings: all settings by dotted name.
-        first_step: first step of this start.
-    """
+def open_sinks(folder: Path, config: Config, first_step: int) -> list[Sink]:
+    """Return the sinks that the configuration enables, for the steps from the first one on."""
     found: list[Sink] = []
-    if config.tensorboard:
+    settings = settings_of(config)
+    if config.run.tensorboard:
         found.append(TensorBoard(folder, settings, first_step))
-    if config.wandb:
-        found.append(WeightsAndBiases(folder, settings, config.wandb))
+    if config.run.wandb:
+        found.append(WeightsAndBiases(folder, settings, config.run.wandb))
     return found
+
+
+def settings_of(config: Config) -> dict[str, Setting]:
+    """Return dotted names and plain values of all settings."""
+    return {
+        name: value if isinstance(value, Setting) else str(value)
+        for name, value in flatten(config).items()
+    }
 
 
 def check_sinks(config: Config) -> None:

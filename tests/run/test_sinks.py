@@ -21,9 +21,15 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config, RunConfig
 from megacpp.errors import ConfigError
-from megacpp.run.metrics import MetricsLog, settings_of
+from megacpp.run.metrics import MetricsLog
 from megacpp.run.profiling import StepProfile
-from megacpp.run.sinks import TensorBoard, WeightsAndBiases, check_sinks, tagged
+from megacpp.run.sinks import (
+    TensorBoard,
+    WeightsAndBiases,
+    check_sinks,
+    settings_of,
+    tagged,
+)
 from megacpp.torch_extras import region
 from tests.launch import forked
 from tests.test_run import SMALL, records
