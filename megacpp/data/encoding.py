@@ -54,8 +54,7 @@ class Encoder:
     """Conversion of stored documents to ids, in this process or another.
 
     Attributes:
-        documents: file of the documents.
-        tokenizer: its tokenizer.
+        documents: their file.
         talks: documents are conversations.
         seed: of fill-in-the-middle.
     """

@@ -55,9 +55,6 @@ class Specials:
     """Special ids around documents; `bos` equals `eos` if a tokenizer has no start token.
 
     Attributes:
-        bos: start of a document.
-        eos: end of a document.
-        pad: padding.
         fim: None if the tokenizer has no sentinels.
     """
 

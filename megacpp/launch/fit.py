@@ -73,12 +73,10 @@ class Attempt:
 
     Attributes:
         number: index, from 1.
-        candidate: candidate that ran.
         changed: settings that differ from the previous attempt (for the first: from the requested
             configuration), new values by name.
         knobs: names of the changes for a person.
         headroom: fraction of the device that estimates had to leave free.
-        outcome: result.
     """
 
     number: int

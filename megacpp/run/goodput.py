@@ -229,11 +229,8 @@ class Account:
     """Seconds of a run by class (CLASSES); they sum to `wall_s`.
 
     Attributes:
-        seconds: seconds by class.
-        wall_s: wall time of the run.
         startup_s: part of `idle` before the first steps.
         redone_s: part of `restart_lost` for steps that a later start repeated.
-        starts: number of starts.
     """
 
     seconds: dict[str, float]

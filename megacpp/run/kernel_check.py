@@ -49,8 +49,6 @@ class Agreement:
     """Error of a backend against the reference, or the reason why it can't run.
 
     Attributes:
-        operation: name of the operation.
-        backend: name of the backend.
         unsupported: reason why it can't run here, or None.
         output_error: relative error of the output.
         gradient_error: relative error of all gradients.

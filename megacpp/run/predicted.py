@@ -32,7 +32,6 @@ class Prediction:
 
     Attributes:
         machine: device of each rank.
-        time: of a step.
     """
 
     machine: GpuSpec
