@@ -21,7 +21,7 @@ from megacpp.blocks.attention.gqa import GroupedQueryAttention
 from megacpp.blocks.attention.logits import LogitRecorder, Statistic
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.attention.rope import softmax_scale
-from megacpp.blocks.mtp.plan import num_blocks
+from megacpp.blocks.features import ahead_blocks
 from megacpp.model.hybrid import HybridLM
 from megacpp.torch_extras import is_dtensor, local_part
 from optim.shard_layout import cutting_order, shard_bounds
@@ -103,11 +103,12 @@ class QKClip:
         self.layers: list[ClippedAttention] = []
         self.measured: ClipReport | None = None
         names = [f"blocks.{i}.mixer" for i, letter in enumerate(model.letters) if letter == "A"]
-        ahead = range(num_blocks(model.config.mtp))  # blocks of multi-token prediction
-        names += [f"mtp.blocks.{i}.attention.mixer" for i in ahead]
-        assert names, "a model without attention"
-        self.num_layers, self.like = len(names), next(model.parameters())
+        ahead = ahead_blocks(model.config)  # which a rank has all of, or none
+        further = sum(blocks.number * blocks.letters.count("A") for blocks in ahead)
+        self.num_layers, self.like = len(names) + further, next(model.parameters())
+        assert self.num_layers, "a model without attention"
         here = model.mixers()
+        names += [name for name, (letter, _) in here.items() if letter == "A" and name not in names]
         for index, name in enumerate(names):
             if name in here:
                 mixer = here[name][1]

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacpp.blocks.experts.router import Router
+from megacpp.blocks.features import tokens_ahead
 from megacpp.blocks.m2rnn.module import M2RNNScan
-from megacpp.blocks.mtp.module import MultiTokenPrediction
 from megacpp.config.mix import source_folders
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
@@ -95,12 +95,11 @@ class AccumulationBoundary:
         self.layout = ContextLayout.for_rank(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
-        self.needs_full_row, self.depths = config.model.needs_full_row, config.model.mtp.depths
+        self.needs_full_row, self.depths = config.model.needs_full_row, tokens_ahead(config.model)
         self.steps, self.mixed = config.run.steps, list(source_folders(config.data))
         self.guard = NonFiniteGuard(model, world, stages, config.train.nonfinite != "off")
         self.loss_scale = LossScale(config.precision)
         self.sources = [m for m in model.modules() if isinstance(m, AuxiliarySource)]
-        self.ahead = [m for m in self.sources if isinstance(m, MultiTokenPrediction)]
         self.routers = [m for m in self.sources if isinstance(m, Router)]
         alike = 2 if config.mesh.pp_schedule in BOTH_WAYS and stages else 1
         self.loads = LoadTable(model, config.model, alike * world.degree("stage"))
@@ -347,7 +346,6 @@ class AccumulationBoundary:
         scale = self.loss_scale.value / totals.tokens
         for source in self.sources:
             source.aux_scale.fill_(scale * source.gradient_share)
-        for source in self.ahead:
             source.weigh(totals.tokens, totals.ahead, step, self.steps)
         for clip in self.clips:
             clip.loss_scale = self.loss_scale.value

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megacpp.blocks.engram.module import look_ahead
+from megacpp.blocks.features import ahead_blocks
 from megacpp.config.schema import ModelConfig
 from megacpp.data.batches import Batch
 from megacpp.model.documents import Documents
@@ -218,6 +219,6 @@ def _keep(model: HybridLM, layers: Collection[int], first: bool, last: bool) -> 
 def has_embedding_copy(config: ModelConfig) -> bool:
     """Whether the last pipeline stage has `embed` too: a second copy of the first stage's.
 
-    For its head, or to look up the tokens that multi-token prediction is fed.
+    For its head, or for blocks behind the last layer, which are fed tokens further ahead.
     """
-    return config.tie_embeddings or config.mtp.depths > 0
+    return config.tie_embeddings or bool(ahead_blocks(config))

@@ -24,6 +24,7 @@ from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.blocks.top.module import TokenOrder
 from megacpp.kernels.mamba3.inputs import HeadWeights, ScanInputs
 from megacpp.kernels.sparse_attention.indexer_loss import HeadShard
+from megacpp.model.auxiliary import AuxiliarySource
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.norm import NormOverHeads
@@ -42,15 +43,12 @@ from parallel.styles import (
 
 
 class ShardTop(ShardModule):
-    """Style of sharded token order prediction; every rank computes and records the whole loss."""
+    """Style of sharded token order prediction, whose weight has the rank's words."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, TokenOrder)
         super()._apply(module, device_mesh)
-        module.shard, module.record_share = (
-            words_of_rank(module.unembed, device_mesh),
-            1 / device_mesh.size(),
-        )
+        module.shard = words_of_rank(module.unembed, device_mesh)
         return module
 
 
@@ -84,8 +82,9 @@ class GroupsOfRank(nn.Module):
 def shard_heads_and_rows(model: HybridLM, tp: DeviceMesh) -> None:
     """Apply the plan over the axis `tp`, in place; the model may be on the meta device."""
     parallelize_module(model, tp, tensor_plan(model))  # type: ignore[arg-type]
-    if hasattr(model, "mtp"):
-        model.mtp.record_share = 1 / tp.size()  # the head tells each rank the whole loss
+    for source in model.modules():
+        if isinstance(source, AuxiliarySource) and source.of_vocabulary:
+            source.record_share = 1 / tp.size()
     model.tie()
 
 

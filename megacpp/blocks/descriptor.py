@@ -288,6 +288,33 @@ class BlockKind:
 
 
 @dataclass(frozen=True)
+class AheadBlocks:
+    """Blocks of a feature behind the last layer, for tokens further ahead; in training alone.
+
+    They look tokens up in the embedding once more, and the head follows each pass.
+
+    Attributes:
+        name: of the feature.
+        model: settings that they are built with.
+        letters: mixers of one, in order.
+        alike: those of the letters with the settings of the model's layers.
+        number: of blocks with weights of their own.
+        passes: of a token through one of them: tokens further ahead.
+        multiply_adds: a token in the forward of a pass, beside the mixers and the head.
+        trains_embedding: their gradient goes on into the embedding.
+    """
+
+    name: str
+    model: ModelConfig
+    letters: str
+    alike: str
+    number: int
+    passes: int
+    multiply_adds: float
+    trains_embedding: bool
+
+
+@dataclass(frozen=True)
 class ModelFeature:
     """Part of a model beside the mixers of its blocks, as data.
 
@@ -310,7 +337,7 @@ class ModelFeature:
             share in one microbatch.
         sends: what a rank sends of it.
         lines: what the header of a run says of it.
-        mixers: letters of mixers that it has with the settings of those in layers.
+        ahead: its blocks behind the last layer, of a model that has it; None: it has none.
         hashes: rows of its tables depend on the number of ids.
         exported: setting, reason and fix, where no class of Hugging Face has it; empty: it trains
             only, and an exported folder leaves it out.
@@ -333,7 +360,7 @@ class ModelFeature:
     buffer_numbers: Callable[[ModelConfig, str], tuple[int, int]] = lambda model, part: (0, 0)
     shared_bytes: Callable[[LocalShapes, Collection[str]], int] = lambda own, kinds: 0
     sends: Sends = lambda own, parts: iter(())
-    mixers: str = ""
+    ahead: Callable[[ModelConfig], AheadBlocks | None] = lambda model: None
     hashes: bool = False
 
     def shapes(

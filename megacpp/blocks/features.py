@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megacpp.blocks.descriptor import ModelFeature
+from megacpp.blocks.descriptor import AheadBlocks, ModelFeature
 from megacpp.blocks.engram.descriptor import ENGRAM
 from megacpp.blocks.hyper_connections.descriptor import HYPER_CONNECTIONS
 from megacpp.blocks.mtp.descriptor import MTP
@@ -26,7 +26,18 @@ def mixer_letters(model: ModelConfig) -> set[str]:
         ConfigError: the pattern is broken.
     """
     found = set(block_letters(model.pattern, model.depth))
-    return found.union(*(one.mixers for one in FEATURES.values() if one.present(model)))
+    return found.union(*(blocks.alike for blocks in ahead_blocks(model)))
+
+
+def ahead_blocks(model: ModelConfig) -> list[AheadBlocks]:
+    """Return the blocks behind a model's last layer, by feature."""
+    had = (one.ahead(model) for one in FEATURES.values() if one.present(model))
+    return [blocks for blocks in had if blocks is not None]
+
+
+def tokens_ahead(model: ModelConfig) -> int:
+    """Return how many tokens beyond the next a model is trained to predict."""
+    return sum(blocks.passes for blocks in ahead_blocks(model))
 
 
 def entrance(model: ModelConfig) -> tuple[str, ...]:

@@ -8,14 +8,15 @@ groups of experts isn't counted. (Activation memory.)
 
 from __future__ import annotations
 
+from megacpp.blocks.features import ahead_blocks
 from megacpp.blocks.hyper_connections.groups import places_in_groups
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config
 from megacpp.model.flops import (
-    ahead_flops,
     block_flops,
     connection_flops,
     feature_multiply_adds,
+    pass_flops,
 )
 from megacpp.model.pattern import layer_kinds, layer_model
 from megacpp.model.regions import BLOCK, layer_regions
@@ -49,10 +50,9 @@ def replayed_flops_per_token(config: Config) -> float:
 
 def ahead_again(config: Config) -> float:
     """Return recomputed FLOPs of all depths but the last, without those of the head."""
-    model = config.model
-    if not (config.recompute.mtp and model.mtp.depths > 1):
-        return 0.0
-    whole = ahead_flops(model, config.data.seq_len) / model.mtp.depths
-    own = whole - 2.0 * model.dim * model.vocab_size
-    own += 2.0 * KINDS["A"].replayed(config, "A", BLOCK)
-    return (model.mtp.depths - 1) * own
+    total = 0.0
+    for blocks in ahead_blocks(config.model) if config.recompute.mtp else ():
+        again = sum(KINDS[letter].replayed(config, letter, BLOCK) for letter in blocks.letters)
+        own = pass_flops(blocks, config.data.seq_len) + 2.0 * again
+        total += (blocks.passes - 1) * own
+    return total

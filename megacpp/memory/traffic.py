@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from megacpp.blocks.features import FEATURES
+from megacpp.blocks.features import FEATURES, ahead_blocks
 from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.fp8 import fp8_weights
@@ -163,7 +163,7 @@ def _gathers(config: Config, kind: str, again: bool, weight: Weight) -> int:
     """
     sync, micro = config.train.gradient_sync, config.train.grad_accum
     twice = again and kind not in ("embed", "ngram", "top", "head", COPY)
-    if kind == "embed" and config.model.mtp.depths and config.mesh.pp == 1:
+    if kind == "embed" and config.mesh.pp == 1 and ahead_blocks(config.model):
         twice = again  # tokens further ahead are looked up in a second forward
     if config.mesh.pp > 1:
         stays = kind == "head" or weight.name == "ngram.proj.weight"

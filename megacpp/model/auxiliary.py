@@ -29,12 +29,14 @@ class AuxiliarySource(Fp32Contract):
         gradient_share: this process's part of the gradient, where several processes compute the
             same one and it is summed over them.
         record_share: this process's part of `loss_sums`, likewise.
+        of_vocabulary: each process that has some of the words computes its whole losses.
     """
 
     aux_scale: Tensor
     loss_sums: Tensor
     gradient_share = 1.0
     record_share = 1.0
+    of_vocabulary = False
 
     def register_losses(self) -> None:
         """Register the buffers `aux_scale` and `loss_sums`."""
@@ -51,6 +53,14 @@ class AuxiliarySource(Fp32Contract):
         """Add losses, 0-d sums by name, to `loss_sums`."""
         for term, loss in losses.items():
             self.loss_sums[TERMS.index(term)].add_(loss)
+
+    def weigh(self, tokens: int, valid_K: Tensor, step: int, steps: int) -> None:
+        """Set factors of an optimizer step beside `aux_scale`; most losses have none.
+
+        Args:
+            tokens, valid_K: tokens of all ranks, and their labels 1 to K tokens further ahead.
+            step, steps: number of the step, and of all of the run.
+        """
 
     @torch.no_grad()
     def forget(self) -> None:

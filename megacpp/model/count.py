@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import LETTERS, block_letters
 from megacpp.model.sizes import (
+    ahead_parameters,
     embedding_parameters,
     idle_parameters,
     layer_parameters,
-    mtp_parameters,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     behind = {
         "norm": config.dim,
         "top": vocabulary if config.top.loss else 0,
-        "mtp": mtp_parameters(config),
+        "mtp": ahead_parameters(config),
         "head": 0 if config.tie_embeddings else vocabulary,
     }
     by_kind |= {name: number for name, number in behind.items() if number}

@@ -8,9 +8,9 @@ it to FlopCounterMode.
 
 from __future__ import annotations
 
-from megacpp.blocks.features import FEATURES
+from megacpp.blocks.descriptor import AheadBlocks
+from megacpp.blocks.features import FEATURES, ahead_blocks
 from megacpp.blocks.kinds import KINDS
-from megacpp.blocks.mtp.plan import block_model
 from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import layer_kinds, layer_model
 
@@ -28,12 +28,16 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 
 def ahead_flops(config: ModelConfig, seq_len: int) -> float:
-    """Forward FLOPs of one token in multi-token prediction, which training alone runs."""
-    if not config.mtp.depths:
-        return 0.0
-    plain, d = block_model(config), config.dim
-    blocks = block_flops("A", plain, seq_len) + block_flops("F", plain, seq_len)
-    return config.mtp.depths * (4.0 * d * d + blocks + 2.0 * d * config.vocab_size)
+    """Forward FLOPs of one token on the way to tokens further ahead, which training alone runs."""
+    head = 2.0 * config.dim * config.vocab_size
+    found = ahead_blocks(config)
+    return sum(blocks.passes * (pass_flops(blocks, seq_len) + head) for blocks in found)
+
+
+def pass_flops(blocks: AheadBlocks, seq_len: int) -> float:
+    """Forward FLOPs of one token in one of the blocks behind the last layer."""
+    mixers = sum(block_flops(letter, blocks.model, seq_len) for letter in blocks.letters)
+    return 2.0 * blocks.multiply_adds + mixers
 
 
 def block_flops(kind: str, config: ModelConfig, seq_len: int) -> float:

@@ -7,9 +7,8 @@ together.
 
 from __future__ import annotations
 
-from megacpp.blocks.features import FEATURES
+from megacpp.blocks.features import FEATURES, ahead_blocks
 from megacpp.blocks.kinds import KINDS
-from megacpp.blocks.mtp.plan import block_model, num_blocks
 from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import layer_kinds
 
@@ -33,24 +32,27 @@ def embedding_parameters(config: ModelConfig) -> int:
 
 
 def head_parameters(config: ModelConfig) -> int:
-    """Parameters behind the last layer: its norm, blocks of multi-token prediction, and the heads.
+    """Parameters behind the last layer: its norm, blocks for tokens further ahead, and the heads.
 
     A tied head shares the embedding's weight and isn't counted.
     """
     vocabulary = config.vocab_size * config.dim
-    return config.dim + mtp_parameters(config) + FEATURES["top"].numel(config) + vocabulary
+    return config.dim + ahead_parameters(config) + FEATURES["top"].numel(config) + vocabulary
 
 
 def copied_parameters(config: ModelConfig) -> int:
     """Parameters of the copy of the embedding that a last stage of several has."""
-    copied = config.mtp.depths > 0 and not config.tie_embeddings
+    copied = bool(ahead_blocks(config)) and not config.tie_embeddings
     return config.vocab_size * config.dim * copied
 
 
-def mtp_parameters(config: ModelConfig) -> int:
-    """Parameters of multi-token prediction: norms and projection of two halves, A and F blocks."""
-    mixers = sum(KINDS[letter].numel(block_model(config)) for letter in "AF")
-    return num_blocks(config.mtp) * (FEATURES["mtp"].numel(config) + mixers)
+def ahead_parameters(config: ModelConfig) -> int:
+    """Parameters of blocks for tokens further ahead: their own and those of their mixers."""
+    total = 0
+    for blocks in ahead_blocks(config):
+        mixers = sum(KINDS[letter].numel(blocks.model) for letter in blocks.letters)
+        total += blocks.number * (FEATURES[blocks.name].numel(config) + mixers)
+    return total
 
 
 def idle_parameters(config: ModelConfig) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.attention.descriptor import context_traffic
-from megacpp.blocks.descriptor import LOSS_BUFFERS, ModelFeature, Parameter
+from megacpp.blocks.descriptor import LOSS_BUFFERS, AheadBlocks, ModelFeature, Parameter
 from megacpp.blocks.mtp.checks import mtp_rules
-from megacpp.blocks.mtp.plan import depth_weights, hidden_width
+from megacpp.blocks.mtp.plan import block_model, depth_weights, hidden_width, num_blocks
 from megacpp.config.schema import Config, ModelConfig
 
 if TYPE_CHECKING:
@@ -17,6 +17,20 @@ if TYPE_CHECKING:
 
 def _tensor_dims(model: ModelConfig) -> Mapping[str, int]:
     return {"model.mtp.hidden_dim": hidden_width(model)}
+
+
+def _ahead(model: ModelConfig) -> AheadBlocks:
+    mtp = model.mtp
+    return AheadBlocks(
+        "mtp",
+        block_model(model),
+        letters="AF",
+        alike="A",  # F mixers have a width of their own
+        number=num_blocks(mtp),
+        passes=mtp.depths,
+        multiply_adds=2 * model.dim**2,  # projection of both halves
+        trains_embedding=not mtp.detach_trunk,
+    )
 
 
 def _sends(own: LocalShapes, parts: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, str, int]]:
@@ -50,7 +64,7 @@ MTP = ModelFeature(
     title="multi-token prediction",
     present=lambda model: model.mtp.depths > 0,
     below="mtp.blocks.*.",
-    # Those of one block; its A and F mixers are of their kinds (`block_model`).
+    # Those of one block; its mixers are of their kinds (`ahead`).
     parameters=(
         Parameter(
             (
@@ -77,5 +91,5 @@ MTP = ModelFeature(
         LOSS_BUFFERS + model.mtp.depths,
         0,
     ),  # and a weight per depth
-    mixers="A",  # its F mixers have a width of their own
+    ahead=_ahead,
 )

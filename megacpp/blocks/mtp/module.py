@@ -85,6 +85,7 @@ class MultiTokenPrediction(AuxiliarySource):
 
     weights_K: Tensor
     recompute: Recompute = PLAIN  # of each depth but the last; blocks inside have theirs
+    of_vocabulary = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -32,6 +32,7 @@ class TokenOrder(AuxiliarySource):
     """
 
     kernels: Kernels = PLAIN_KERNELS
+    of_vocabulary = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
+from megacpp.blocks.features import ahead_blocks
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, config_error
@@ -26,7 +27,8 @@ def optimizer_rules(config: Config) -> Iterator[ConfigError]:
     optim, model = config.optim, config.model
     if optim.lr == 0 and (optim.name == "adamw" or optim.muon_lr == 0):
         yield config_error("optim.lr", 0, "nothing would be learned", "give a positive rate")
-    letters = set(model.pattern.upper()) & set(KINDS) | set("AF" * (model.mtp.depths > 0))
+    letters = set(model.pattern.upper()) & set(KINDS)
+    letters.update(*(blocks.letters for blocks in ahead_blocks(model)))
     known = {
         layer_of(name)
         for letter in letters

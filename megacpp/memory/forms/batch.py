@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megacpp.blocks.features import FEATURES
+from megacpp.blocks.features import FEATURES, ahead_blocks
 from megacpp.blocks.kinds import KINDS
 from megacpp.memory.forms.local_shapes import LocalShapes
 
@@ -23,6 +23,8 @@ def mask_bytes(own: LocalShapes, kinds: Collection[str], saved: bool = False) ->
         saved: only tensors that a backward reads, which outlive the documents themselves.
     """
     found = own.rows * own.here * 4 * 8 if own.cp > 1 else 0
-    mixers = {x for kind in kinds for x in (FEATURES[kind].mixers if kind in FEATURES else kind[0])}
-    found += sum(KINDS[x].shared_bytes(own, kinds, saved) for x in mixers & set(KINDS))
+    mixers = {kind[0] for kind in kinds} & set(KINDS)
+    ahead = ahead_blocks(own.config.model)
+    mixers.update(*(blocks.alike for blocks in ahead if blocks.name in kinds))
+    found += sum(KINDS[letter].shared_bytes(own, kinds, saved) for letter in mixers)
     return found + sum(one.shared_bytes(own, kinds) for one in FEATURES.values())

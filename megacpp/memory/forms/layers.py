@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megacpp.blocks.features import ahead_blocks
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parts import NO_FORM, OUTER, Form, forms_of
 from megacpp.memory.forms.peak_point import PeakPoint
@@ -50,7 +51,7 @@ class EmbeddingTable:
         holder: part with its weights: the embedding, a last stage's copy, or a tied head, of the
             first stage on its rank; empty: none.
         bytes: of the gathered weights.
-        looks_up: multi-token prediction looks tokens up in it, and its backward arrives there.
+        looks_up: blocks for tokens further ahead look some up in it, and train it.
         readers: parts whose gradient of it is there before the embedding's own, which adds to it.
         tied: the head multiplies by it.
     """
@@ -115,7 +116,7 @@ def _places(own: LocalShapes, stages: Sequence[Sequence[str]]) -> list[list[Plac
 
 def _table(own: LocalShapes, units: Mapping[str, PartUnits], sharded: bool) -> EmbeddingTable:
     model = own.config.model
-    looks_up = model.mtp.depths > 0 and not model.mtp.detach_trunk
+    looks_up = any(blocks.trains_embedding for blocks in ahead_blocks(model))
     readers = {"head"} if model.tie_embeddings else {"mtp"} if looks_up else set[str]()
     holder = next((kind for kind in ("embed", COPY, "head") if kind in units), "")
     itemsize = own.compute if sharded else own.wide

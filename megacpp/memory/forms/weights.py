@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megacpp.blocks.descriptor import Parameter
-from megacpp.blocks.features import FEATURES
+from megacpp.blocks.features import FEATURES, ahead_blocks
 from megacpp.blocks.kinds import KINDS
-from megacpp.blocks.mtp.plan import block_model, num_blocks
 from megacpp.config.schema import ModelConfig
 from megacpp.model.sizes import projected_width
 
@@ -63,8 +62,10 @@ def weights(model: ModelConfig, kind: str, compress: float = 0.0) -> tuple[Weigh
         return ()
     if kind == "norm":
         return (norm,)
-    if kind == "mtp":
-        return tuple(_depths(model))
+    for blocks in ahead_blocks(model):
+        if kind == blocks.name:
+            mixers = [w for letter in blocks.letters for w, _ in _mixer(blocks.model, letter)]
+            return (*_of_feature(kind, model), *mixers) * blocks.number
     found = [norm, *_of_feature("engram", model, "engram.", kind)]
     for w, compressible in _mixer(model, kind):
         if compress and compressible:
@@ -76,15 +77,6 @@ def weights(model: ModelConfig, kind: str, compress: float = 0.0) -> tuple[Weigh
         else:
             found.append(w)
     return (*found, *_of_feature("mhc", model, "connection.", kind))
-
-
-def _depths(model: ModelConfig) -> Iterator[Weight]:
-    """Yield parameters of all blocks of multi-token prediction."""
-    plain = block_model(model)
-    own = {w.name: w for w in _of_feature("mtp", model)}
-    for _ in range(num_blocks(model.mtp)):
-        yield from (own["embed_norm.weight"], own["hidden_norm.weight"], own["projection.weight"])
-        yield from (*weights(plain, "A"), *weights(plain, "F"), own["norm.weight"])
 
 
 def _mixer(model: ModelConfig, kind: str) -> Iterator[tuple[Weight, bool]]:
