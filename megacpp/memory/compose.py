@@ -21,8 +21,8 @@ from itertools import groupby
 from typing import Literal
 
 from megacpp.blocks.features import entrance, exit_parts
-from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.config.schema import Config, ModelConfig
+from megacpp.memory.forms.traced import layer_parts
 from megacpp.memory.stream import Stream, StreamBlock
 from megacpp.model.pattern import ENTRANCE, EXIT, layer_kinds, with_kinds
 from megacpp.model.stages import stage_parts, stages_per_rank
@@ -53,7 +53,7 @@ def shallow(config: Config, size: int, rank: int) -> Shallow | None:
     rank of the pipeline has several stages.
     """
     model, mesh = config.model, config.mesh
-    if stream_groups(config):
+    if any(part.grouped for part in layer_parts(config)):
         return None  # layers of a kind differ by their place in one
     kinds = layer_kinds(model)
     layers, first, last, stage = range(len(kinds)), True, True, 0

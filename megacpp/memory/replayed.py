@@ -9,16 +9,16 @@ groups of experts isn't counted. (Activation memory.)
 from __future__ import annotations
 
 from megacpp.blocks.features import ahead_blocks
-from megacpp.blocks.hyper_connections.groups import places_in_groups
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config
+from megacpp.memory.forms.traced import layer_parts
 from megacpp.model.flops import (
     block_flops,
     connection_flops,
     feature_multiply_adds,
     pass_flops,
 )
-from megacpp.model.pattern import layer_kinds, layer_model
+from megacpp.model.pattern import layer_model
 from megacpp.model.regions import BLOCK, layer_regions
 
 
@@ -26,17 +26,15 @@ def replayed_flops_per_token(config: Config) -> float:
     """Return recomputed FLOPs of one token through all layers, under `config.recompute`."""
     model, policy = config.model, config.recompute
     total, (read, mix) = 0.0, connection_flops(model)
-    layers = zip(
-        layer_kinds(model), layer_regions(policy, model), places_in_groups(config), strict=True
-    )
-    for kind, pieces, group in layers:
-        if group is not None:
-            total += read if group.closes else read + mix
-        letter, own = kind[0], layer_model(model, kind)
+    several = model.stream_width > model.dim
+    for part, pieces in zip(layer_parts(config), layer_regions(policy, model), strict=True):
+        if part.grouped:  # the streams behind a group are saved
+            total += read + mix * (part.place + 1 < len(part.chain))
+        kind, letter, own = part.kind, part.kind[0], layer_model(model, part.kind)
         total += 2.0 * KINDS[letter].replayed(config, kind, pieces)
         if pieces >= BLOCK:
             total += block_flops(kind, model, config.data.seq_len)
-            if not model.post_norm and (model.mhc.streams == 1 or group is not None):
+            if not model.post_norm and (part.grouped or not several):
                 total -= 2.0 * KINDS[letter].last_product(model)
         else:
             ran = pieces if "+engram" in kind else pieces - {"engram"}

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from megacpp.blocks.features import FEATURES, ahead_blocks
-from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config
 from megacpp.memory.forms.accumulation import travelling
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import Held, Place, held, kinds_of, mover
+from megacpp.memory.forms.traced import layer_parts
 from megacpp.memory.forms.weights import COPY, Weight, weights
 from megacpp.model.regions import BLOCK, NOTHING, Region, regions_of
 from megacpp.model.sizes import copied_parameters
@@ -219,7 +219,8 @@ def _tensor_axis(
     config, model = own.config, own.config.model
     micro, stream = config.train.grad_accum, own.tokens * model.dim * own.compute
     # What a mixer returned is made again too, unless streams are mixed of it in groups.
-    returned = model.mhc.streams > 1 and not stream_groups(config)
+    several = model.stream_width > model.dim
+    returned = several and not any(part.grouped for part in layer_parts(config))
     partial = 0
     for kind, regions in zip(kinds, recomputed, strict=True):
         again = regions >= BLOCK

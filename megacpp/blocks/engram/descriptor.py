@@ -33,7 +33,8 @@ def _dims(model: ModelConfig) -> Mapping[str, int]:
 
 def _each_stream(model: ModelConfig) -> tuple[int, ...]:
     """Return the rows of the key projection's matrices, one for each residual stream."""
-    return (model.dim,) * model.mhc.streams if model.mhc.streams > 1 else ()
+    streams = model.stream_width // model.dim
+    return (model.dim,) * streams if streams > 1 else ()
 
 
 def _tensor_dims(model: ModelConfig) -> Mapping[str, int]:

@@ -45,7 +45,7 @@ def memory_width(config: ModelConfig) -> int:
 
 def multiply_adds(model: ModelConfig, kind: str) -> float:
     """Multiply-adds of a key for each residual stream and of a value for all of them."""
-    return (model.mhc.streams + 1) * model.dim * memory_width(model) * ("+engram" in kind)
+    return (model.stream_width + model.dim) * memory_width(model) * ("+engram" in kind)
 
 
 def shared_bytes(own: LocalShapes, kinds: Collection[str]) -> int:

@@ -181,7 +181,9 @@ def _layer(
         units: of the part.
         waits: bytes of gradients that wait for the rest of the stage.
     """
-    kind, part, streams = place.kind, place.part, own.config.model.mhc.streams
+    kind, part, model = place.kind, place.part, own.config.model
+    one_stream = own.stream_bytes * model.dim // model.stream_width
+    last = part is not None and part.last
     shared = "head" in ends and ("embed" in ends or table.looks_up)  # by parts of the stage
     tied = table.tied and kind == table.holder and shared
     late = tied or kind in ("embed", COPY)
@@ -198,8 +200,8 @@ def _layer(
         backward=backward,
         kept=form.kept,
         copies=form.copies,
-        stream=own.stream_bytes // streams if kind in AFTER_NORM else own.stream_bytes,
-        passes=own.stream_bytes * (streams > 1 and part is not None and part.last),
+        stream=one_stream if kind in AFTER_NORM else own.stream_bytes,
+        passes=own.stream_bytes * (last and own.stream_bytes > one_stream),
         waits=waits,
         tied=tied,
         late=late,
