@@ -14,23 +14,20 @@ from collections.abc import Callable
 
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from megacpp.blocks.engram.module import DilatedConv
-from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config, MeshConfig
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.precision import compute_dtype
+from megacpp.model.short_conv import Convolve
 from megacpp.model.stages import stage_parts
 from parallel.context.attention import ContextAttention
 from parallel.context.convolution import ContextConv
 from parallel.context.layout import ContextLayout
 from parallel.context.scan import ContextScan, heads_if_divisible
-from parallel.expert.parallel import ExpertParallel, SpreadRouter
+from parallel.expert.parallel import expert_plan, router_plan
 from parallel.fsdp import shard_model
 from parallel.mesh import World
-from parallel.plans import row_of
 from parallel.stages import Stage, keep_parts, make_stages
-from parallel.styles import ShardModule
 from parallel.tensor import shard_heads_and_rows
 
 
@@ -90,8 +87,8 @@ def parallelize_blocks(
     if degree("tp") > 1:
         shard_heads_and_rows(model, world.meshes["tp"])
     if degree("stage") > 1:
-        routers = {f"{name}.router": SpreadRouter(world.meshes["row"]) for name in _moe(model)}
-        parallelize_module(model, world.meshes["stage"], routers)  # type: ignore[arg-type]
+        routers = router_plan(model, world.meshes["row"])
+        parallelize_module(model, world.meshes["stage"], routers)
     if degree("ep") > 1 or balanced:
         parallelize_module(model, world.meshes["ep"], expert_plan(model, mesh, balanced))
 
@@ -109,26 +106,7 @@ def context_plan(
             plan[name] = ContextScan(heads_if_divisible(wanted, heads, layout.degree), layout)
         elif hasattr(mixer, "wo"):
             plan[name] = ContextAttention(mesh.cp_attention, layout)
-    for name, module in model.named_modules():
-        if isinstance(module, DilatedConv):
+    for name, module in model.named_modules():  # convolutions beside the mixers
+        if name not in plan and isinstance(getattr(module, "convolve", None), Convolve):
             plan[name] = ContextConv(layout)
     return plan
-
-
-def expert_plan(
-    model: HybridLM, mesh: MeshConfig, balanced: bool = False
-) -> dict[str, ParallelStyle]:
-    """Return styles by module: experts that a rank holds, and exchanges of rows around them."""
-    plan: dict[str, ParallelStyle] = {}
-    for name, mixer in _moe(model).items():
-        arrays = {
-            leaf: row_of(model, f"{name}.experts.{leaf}")
-            for leaf, _ in mixer.experts.named_parameters()
-        }
-        plan[f"{name}.experts"] = ShardModule(arrays)
-        plan[name] = ExpertParallel(mesh.ep_dispatch, balanced)
-    return plan
-
-
-def _moe(model: HybridLM) -> dict[str, MixtureOfExperts]:
-    return {n: m for n, (_, m) in model.mixers().items() if isinstance(m, MixtureOfExperts)}

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacpp.blocks.experts.router import Router
 from megacpp.blocks.features import tokens_ahead
 from megacpp.blocks.m2rnn.module import M2RNNScan
 from megacpp.config.mix import source_folders
@@ -100,7 +99,6 @@ class AccumulationBoundary:
         self.guard = NonFiniteGuard(model, world, stages, config.train.nonfinite != "off")
         self.loss_scale = LossScale(config.precision)
         self.sources = [m for m in model.modules() if isinstance(m, AuxiliarySource)]
-        self.routers = [m for m in self.sources if isinstance(m, Router)]
         alike = 2 if config.mesh.pp_schedule in BOTH_WAYS and stages else 1
         self.loads = LoadTable(model, config.model, alike * world.degree("stage"))
         self.clips = [m.clip for m in model.modules() if isinstance(m, M2RNNScan) and m.clip]
@@ -211,17 +209,15 @@ class AccumulationBoundary:
         """
         if status is None or not status.clean or status.healthy:
             self.loss_scale.update(status is None or status.clean)
-        if not self.routers or (status is not None and not (status.healthy and status.clean)):
-            for source in self.sources:
-                source.forget()
-            return
-        counts = torch.stack([router.tokens_per_expert for router in self.routers])
-        self.world.sum(counts, "stage")
-        if self.pipeline is not None:
-            self.pipeline.sum_counts(counts)
-        for router, count in zip(self.routers, counts, strict=True):
-            router.tokens_per_expert.copy_(count)
-            router.update_bias()
+        routers = self.loads.routers.values()
+        if routers and (status is None or (status.healthy and status.clean)):
+            counts = torch.stack([router.tokens_per_expert for router in routers])
+            self.world.sum(counts, "stage")
+            if self.pipeline is not None:
+                self.pipeline.sum_counts(counts)
+            for router, count in zip(routers, counts, strict=True):
+                router.tokens_per_expert.copy_(count)
+                router.update_bias()
         for source in self.sources:
             source.forget()
 
@@ -358,7 +354,7 @@ class AccumulationBoundary:
         for source in self.sources:
             auxiliary += source.loss_sums * source.record_share
         squares = torch.zeros(2, dtype=torch.float64, device=device)
-        for router in self.routers:
+        for router in self.loads.routers.values():
             squares += router.gradient_squares
         return StepReduction.pack(
             self.guard.total,

@@ -55,7 +55,7 @@ def stages(spoilt: bool) -> Iterator[tuple[str, dict[str, list[Tensor]]]]:
             "gradients": [p.grad for p in model.parameters() if p.grad is not None],
             "optimizer state": [*optimizer.state_tensors().values()],
             "learning rate": [torch.tensor([float(g["lr"]) for g in optimizer.param_groups])],
-            "router's bias": [r.expert_bias for r in boundary.routers],
+            "router's bias": [r.expert_bias for r in boundary.loads.routers.values()],
         }
         return {name: [t.detach().clone() for t in some] for name, some in found.items()}
 

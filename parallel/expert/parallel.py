@@ -26,8 +26,10 @@ from megacpp.blocks.experts.choices import expert_capacity
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import Arrived, MixtureOfExperts
 from megacpp.blocks.experts.router import Router
+from megacpp.config.schema import MeshConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.experts.grouped_mm import row_multiple
+from megacpp.model.hybrid import HybridLM
 from parallel.expert.even_routing import EvenRouting
 from parallel.expert.exchange import (
     DispatchCounts,
@@ -38,6 +40,8 @@ from parallel.expert.exchange import (
     send_tokens,
 )
 from parallel.expert.load import BatchLoadOfRanks, DocumentLoadOfRanks
+from parallel.plans import row_of
+from parallel.styles import ShardModule
 
 Kind = Literal["per_rank", "per_expert", "padded"]
 
@@ -85,6 +89,30 @@ class SpreadRouter(ParallelStyle):
         if row.size() > 1:
             module.document_load = DocumentLoadOfRanks(experts, row)
         return module
+
+
+def router_plan(model: HybridLM, row: DeviceMesh) -> dict[str, ParallelStyle]:
+    """Return styles by router, for all ranks of a stage; `row` as in `SpreadRouter`."""
+    return {f"{name}.router": SpreadRouter(row) for name in _moe(model)}
+
+
+def expert_plan(
+    model: HybridLM, mesh: MeshConfig, balanced: bool = False
+) -> dict[str, ParallelStyle]:
+    """Return styles by module: experts that a rank holds, and exchanges of rows around them."""
+    plan: dict[str, ParallelStyle] = {}
+    for name, mixer in _moe(model).items():
+        arrays = {
+            leaf: row_of(model, f"{name}.experts.{leaf}")
+            for leaf, _ in mixer.experts.named_parameters()
+        }
+        plan[f"{name}.experts"] = ShardModule(arrays)
+        plan[name] = ExpertParallel(mesh.ep_dispatch, balanced)
+    return plan
+
+
+def _moe(model: HybridLM) -> dict[str, MixtureOfExperts]:
+    return {n: m for n, (_, m) in model.mixers().items() if isinstance(m, MixtureOfExperts)}
 
 
 class ExpertDispatch(nn.Module):

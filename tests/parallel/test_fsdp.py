@@ -201,7 +201,7 @@ def test_the_boundary_gives_the_gradient_of_the_mean() -> None:
     boundary = AccumulationBoundary(model, world, config)
     sums = boundary.accumulate(batches_of(0, world, QUIET))
     batch = ragged_batch(range(ROWS), T, config.model.vocab_size)
-    for router in AccumulationBoundary(twin, world, config).routers:
+    for router in AccumulationBoundary(twin, world, config).loads.routers.values():
         router.aux_scale.fill_(1 / batch.ids_BT.numel())
     out = twin(batch.ids_BT, batch.labels_BT, batch.docs)
     (out.loss_sum / out.valid_tokens).backward()
