@@ -24,10 +24,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megacpp.blocks.experts.module import Experts
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.init import Slice, whole
 from parallel.mesh import World
+from parallel.plans import spread_modules
 
 RESHARD_ABOVE_BYTES = 1 << 30
 
@@ -73,7 +73,7 @@ def shard_model(
             assert isinstance(module, FSDPModule)
             module.set_unshard_in_backward(False)
     for block in _blocks(root):
-        if experts := [unit for m in _experts(block) for unit in fsdp_units(m)]:
+        if experts := [unit for m in spread_modules(block) for unit in fsdp_units(m)]:
             assert isinstance(block, FSDPModule)
             # Their weights travel while the block's router works.
             block.set_modules_to_forward_prefetch(experts)
@@ -125,7 +125,7 @@ def units_of(root: nn.Module, apart: bool) -> list[FsdpUnit]:
     # Gradients of `top` are made in the forward.
     found += [FsdpUnit([top], in_backward=False)] if top is not None else []
     for block in _blocks(root):
-        found += [FsdpUnit([m], experts=True) for m in _experts(block)] if apart else []
+        found += [FsdpUnit([m], experts=True) for m in spread_modules(block)] if apart else []
         found += [FsdpUnit([block])]
     return found
 
@@ -197,10 +197,6 @@ def _as_bytes() -> Any:
 
 def _blocks(root: nn.Module) -> Iterable[nn.Module]:
     return root.get_submodule("blocks").children()
-
-
-def _experts(block: nn.Module) -> list[Experts]:
-    return [module for module in block.modules() if isinstance(module, Experts)]
 
 
 def _weight(module: nn.Module) -> nn.Parameter | None:

@@ -22,6 +22,7 @@ from megacpp.blocks.descriptor import BlockKind, ModelFeature, always
 from megacpp.blocks.features import FEATURES
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import ModelConfig
+from megacpp.model.block import Block
 from megacpp.model.hybrid import HybridLM
 from parallel.notation import Array, Redistribute
 
@@ -132,6 +133,14 @@ def row_of(model: HybridLM, name: str, table: tuple[Row, ...] = PARAMETERS) -> A
             "Fix: add it to a row of parallel/plans.py, or narrow one."
         )
     return Array.parse(found[0].array)
+
+
+def spread_modules(block: nn.Module) -> list[nn.Module]:
+    """Return the modules of a block whose parameters lie over `ep`: its routed experts."""
+    assert isinstance(block, Block)
+    rows = [row for row in KINDS[block.letter].parameters if row.dim_on("ep") is not None]
+    owners = {name.rpartition(".")[0]: None for row in rows for name in row.names}
+    return [block.mixer.get_submodule(owner) for owner in owners]
 
 
 def place(name: str, letters: list[str] | str) -> tuple[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from megacpp.blocks.experts.module import Experts
 from megacpp.model.hybrid import HybridLM
 from parallel.mesh import World
 
@@ -32,19 +31,21 @@ def watched_units(
     if not world.parallel:  # and never imports FSDP2
         return [], lambda name: True
     from parallel.fsdp import fsdp_units
+    from parallel.plans import spread_modules
 
     scatters = {mesh: world.meshes[mesh].shape[-1] > 1 for mesh in ("shard", "expert_shard")}
     names = {id(module): name for name, module in model.named_modules() if name}
     units: list[tuple[str, FSDPModule]] = []
-    apart: list[str] = []  # routed experts that are units of their own
+    spread = {module for block in model.blocks.values() for module in spread_modules(block)}
+    apart: list[str] = []  # of them those that are units of their own
     for root in stages or [model]:
         for unit in fsdp_units(root):
             name = names.get(id(unit), REST)  # a root may be a stage, no module of the model
             if unit is root and len(stages) > 1:
                 name = f"{REST} of stage {root.part.index}"
-            if isinstance(unit, Experts):
+            if unit in spread:
                 apart.append(f"{name}.")
-            if scatters["expert_shard" if isinstance(unit, Experts) else "shard"]:
+            if scatters["expert_shard" if unit in spread else "shard"]:
                 units.append((name, unit))
 
     def unseen(name: str) -> bool:

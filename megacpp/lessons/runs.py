@@ -20,8 +20,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpointing.apply import ActivationCheckpointing
-from megacpp.blocks.experts.module import Experts
-from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import (
     KEEP,
     CheckpointingPolicy,
@@ -46,6 +44,7 @@ from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.fsdp import shard_slice
 from parallel.mesh import World
+from parallel.plans import spread_modules
 from parallel.simulate.collective_log import POINT_TO_POINT, Collective, CollectiveLog
 from parallel.start import join
 
@@ -240,7 +239,7 @@ def train(rank: int, run: Run, collectives: bool = False) -> Trace:
         trace.valid.append(sums.valid_tokens)
         if step == 0:
             trace.gradients = gradients(model, places)
-            routers = [m for m in model.modules() if isinstance(m, Router)]
+            routers = boundary.loads.routers.values()
             counts = [r.tokens_per_expert.clone() for r in routers]
             trace.counts = [world.sum(c, "stage") for c in counts]
         norm = clip_gradients(
@@ -273,7 +272,9 @@ def count_scatters(boundary: AccumulationBoundary, world: World, trace: Trace) -
     """Note how often each unit of FSDP2 gives its gradients away: the guard sees them all."""
     guard, clean = boundary.guard, boundary.guard.clean
     reduced = guard.names[: len(guard.names) - len(guard.loose)]
-    experts = {name for name, m in boundary.model.named_modules() if isinstance(m, Experts)}
+    blocks = boundary.model.blocks.values()
+    spread = {module for block in blocks for module in spread_modules(block)}
+    experts = {name for name, m in boundary.model.named_modules() if m in spread}
 
     def counted(number: int, values: Tensor) -> None:
         if number < len(reduced):

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.blocks.engram.sizes import memory_width
-from megacpp.blocks.experts.module import Experts
 from megacpp.blocks.features import FEATURES
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.fp8 import fp8_weights
@@ -35,7 +34,7 @@ from parallel.fsdp import RESHARD_ABOVE_BYTES
 from parallel.local_shapes import local_shape, shards_of
 from parallel.mesh import World
 from parallel.notation import Array, Redistribute
-from parallel.plans import activation_layouts
+from parallel.plans import activation_layouts, spread_modules
 from parallel.simulate.collective_log import MODEL_AXES, Collective, CollectiveLog
 from parallel.simulate.fake import (
     CPU,
@@ -224,9 +223,8 @@ def _storage(
 
 def _units(block: nn.Module, world: World) -> Iterator[tuple[str, str, list[nn.Parameter]]]:
     """FSDP units of a block as parallel/fsdp.py makes them: name, mesh, parameters."""
-    experts = [m for m in block.modules() if isinstance(m, Experts)]
     apart = world.degree("ep") > 1 or world.degree("tp") > 1
-    routed = [p for m in experts for p in m.parameters()] if apart else []
+    routed = [p for m in spread_modules(block) for p in m.parameters()] if apart else []
     others = {id(p) for p in routed} | {id(p) for _, p in contract_parameters(block)}
     yield "block", "shard", [p for p in block.parameters() if id(p) not in others]
     if routed:
