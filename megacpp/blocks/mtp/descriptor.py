@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megacpp.blocks.attention.descriptor import context_traffic
 from megacpp.blocks.descriptor import LOSS_BUFFERS, AheadBlocks, ModelFeature, Parameter
+from megacpp.blocks.kinds import KINDS
 from megacpp.blocks.mtp.checks import mtp_rules
-from megacpp.blocks.mtp.plan import block_model, depth_weights, hidden_width, num_blocks
+from megacpp.blocks.mtp.plan import LETTERS, block_model, depth_weights, hidden_width, num_blocks
 from megacpp.config.schema import Config, ModelConfig
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def _ahead(model: ModelConfig) -> AheadBlocks:
     return AheadBlocks(
         "mtp",
         block_model(model),
-        letters="AF",
+        letters=LETTERS,
         alike="A",  # F mixers have a width of their own
         number=num_blocks(mtp),
         passes=mtp.depths,
@@ -43,8 +43,8 @@ def _sends(own: LocalShapes, parts: Sequence[tuple[str, bool]]) -> Iterator[tupl
         borders = mtp.depths * (11 + (not mtp.detach_trunk)) + 4 * again
         yield "tp", "activations", borders * own.tokens * config.model.dim * own.compute
         yield "tp", "loss", mtp.depths * own.tokens * own.tp * 3 * own.wide
-    if own.cp > 1:
-        for what, count in context_traffic(own):
+    for exchange in (KINDS[letter].context for letter in LETTERS) if own.cp > 1 else ():
+        for what, count in exchange.traffic(own) if exchange else ():
             yield "cp", what, count * (2 * mtp.depths + again) // 2
 
 

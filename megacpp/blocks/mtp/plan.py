@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.config.schema import ModelConfig
+from megacpp.model.pattern import with_kinds
 
+LETTERS = "AF"  # mixers of a block, in order
 WIDTH_MULTIPLE = 16  # of hidden units, where their number isn't set
 
 
@@ -15,13 +17,11 @@ def block_model(model: ModelConfig) -> ModelConfig:
 
     The depth stays, so that projections into the residual stream start as small as elsewhere.
     """
-    off = ModelConfig()
     return replace(
-        model,
-        attention=replace(model.attention, sparse=off.attention.sparse),
+        with_kinds(model, LETTERS),
+        depth=model.depth,
         mlp=replace(model.mlp, hidden_dim=hidden_width(model)),
-        engram=off.engram,
-        mhc=off.mhc,
+        mhc=ModelConfig().mhc,
     )
 
 

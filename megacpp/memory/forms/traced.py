@@ -15,7 +15,7 @@ from math import gcd
 from typing import Any
 
 from megacpp.blocks.descriptor import AllocationSettings, BlockKind
-from megacpp.blocks.features import entrance, exit_parts
+from megacpp.blocks.features import ahead_blocks, entrance, exit_parts
 from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.fp8 import fp8_blocks
@@ -219,20 +219,19 @@ def _outer_request(own: LocalShapes, chain: tuple[str, ...]) -> BlockRequest:
 
     The head's loss processes some tokens at a time, so that bytes aren't affine in rows.
     """
-    config, ahead = own.config, "mtp" in chain
+    config, given = own.config, own.config.model
     sections = {"mhc", *({"ngram"} if "embed" in chain else {"top", "mtp", "tie_embeddings"})}
-    sections |= {"attention", "mlp", "post_norm"} if ahead else set()
     sections |= {"logit_softcap", "z_loss"} if "head" in chain else set()
-    attention = replace(config.model.attention, sparse=NO_SPARSE, full_layers="")
-    given = replace(config.model, attention=attention)
-    words = config.model.vocab_size
-    model = ModelConfig(
-        dim=given.dim, vocab_size=words, pattern="F", depth=1, **_fields(given, sections)
-    )
+    found = _fields(given, sections)
     mesh = {"cp": own.cp, "cp_order": config.mesh.cp_order}
-    if ahead:
-        mesh["cp_attention"] = config.mesh.cp_attention
-    kernels = SHARED | {"cross_entropy", *(["attention"] if ahead else [])}
+    kernels = SHARED | {"cross_entropy"}
+    for ahead in ahead_blocks(given) if "head" in chain else ():
+        kinds = [KINDS[letter] for letter in ahead.letters]
+        found |= _fields(ahead.model, {"post_norm", *(kind.allocations.model for kind in kinds)})
+        kernels |= {kind.allocations.kernel for kind in kinds} - {""}
+        mesh |= _fields(config.mesh, {kind.context.setting for kind in kinds if kind.context})
+    words = given.vocab_size
+    model = ModelConfig(dim=given.dim, vocab_size=words, pattern="F", depth=1, **found)
     few = _config(own, model, mesh, _fields(config.recompute, {"mtp"}), kernels)
     few = replace(few, train=replace(few.train, compile="off"))
     same, frozen = (own.tokens,), own.warms_up
@@ -265,9 +264,6 @@ def _config(
 
 def _fields(of: object, names: set[str]) -> dict[str, Any]:
     return {name: getattr(of, name) for name in names}
-
-
-NO_SPARSE = ModelConfig().attention.sparse
 
 
 @lru_cache(maxsize=4096)
