@@ -332,13 +332,14 @@ def shared_width(key: str) -> KeyRule:
     )
 
 
-def padded_shared(model: ModelConfig) -> int:
-    """Return the number of experts' widths that hold the shared ones."""
-    return -(-model.moe.num_shared * model.moe.shared_hidden_dim // model.moe.hidden_dim)
+def padded_units(model: ModelConfig) -> int:
+    """Return the hidden units of as many whole experts as hold the shared ones."""
+    units, each = model.moe.num_shared * model.moe.shared_hidden_dim, model.moe.hidden_dim
+    return -(-units // each) * each
 
 
 SHARED_NUMBER = KeyRule(
-    lambda model: {"n_shared_experts": padded_shared(model)},
+    lambda model: {"n_shared_experts": padded_units(model) // model.moe.hidden_dim},
     lambda values: {
         "moe.num_shared": int((values.get("n_shared_experts") or 0) > 0),
         "moe.shared_hidden_dim": max(1, values.get("n_shared_experts") or 0)

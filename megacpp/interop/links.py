@@ -21,7 +21,7 @@ from megacpp.blocks.descriptor import HFTensor
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.model import ModelConfig
 from megacpp.interop.hf_class import Change, HFClass
-from megacpp.interop.keys import padded_shared
+from megacpp.interop.keys import padded_units
 from megacpp.interop.orders import ORDERS, grouped
 from megacpp.interop.rewrites import IN_HALVES
 from megacpp.model.count import meta_model
@@ -107,7 +107,8 @@ def our_shapes(model: ModelConfig) -> dict[str, Shape]:
         for name, shape, _ in KINDS[kind[0]].shapes(model, kind):
             found[f"blocks.{layer}.mixer.{name}"] = shape
         if kind[0] == "E":
-            found[f"blocks.{layer}.mixer.router.expert_bias"] = (model.moe.num_experts,)
+            router = f"blocks.{layer}.mixer.router"
+            found[f"{router}.expert_bias"] = found[f"{router}.weight"][:1]
     found["norm.weight"] = (model.dim,)
     if not model.tie_embeddings:
         found["head.weight"] = (model.vocab_size, model.dim)
@@ -217,22 +218,17 @@ class _Linker:
             order = grouped(rows, groups)
         shape, width = _joined(shapes, sum(rows) if order is None else len(order)), 0
         if change.pad == "columns":
-            shape, width = (*shape[:-1], self._padded), shape[-1]
-        elif change.pad and shape[0] < self._padded:
-            order = torch.arange(self._padded)
+            shape, width = (*shape[:-1], padded_units(self.model)), shape[-1]
+        elif change.pad and shape[0] < (padded := padded_units(self.model)):
+            order = torch.arange(padded)
             order[shape[0] :] = -1
-            shape = (self._padded, *shape[1:])
+            shape = (padded, *shape[1:])
         wide = tensor.name.endswith("e_score_correction_bias")
         scaled = self._factor(change), change.shift
         return Link(self.renamed(there + tensor.name), shape, parts, order, *scaled, width, wide)
 
     def _factor(self, change: Change) -> float:
         return change.scale(self.model) if callable(change.scale) else change.scale
-
-    @property
-    def _padded(self) -> int:
-        """Width of the experts that hold the shared ones."""
-        return padded_shared(self.model) * self.model.moe.hidden_dim
 
 
 def _joined(shapes: Sequence[Shape], rows: int) -> Shape:

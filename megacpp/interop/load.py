@@ -16,8 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megacpp.blocks.descriptor import HFTensor
-from megacpp.blocks.experts.descriptor import EXPERTS
 from megacpp.config.model import ModelConfig
 from megacpp.errors import CheckpointError, shortened
 from megacpp.interop.hf_config import HFConfig, read_hf_config
@@ -190,7 +188,7 @@ def _open_own(place: WeightsFolder) -> WeightsSource:
 def _open_hf(place: WeightsFolder, config: HFConfig, model: ModelConfig) -> WeightsSource:
     stored = StoredTensors(place.folder, _hf_files(place.folder))
     stacked = any(name.endswith(".experts.gate_up_proj") for name in stored.shapes)
-    more = {"E": _stacked()} if stacked else None
+    more = {"E": STACKED_EXPERTS} if stacked else None
     made = list(links(config.one, model, more, config.values))
     ahead = re.compile(r"model\.layers\.(\d+)\.")  # layers behind the last predict further tokens
     layers = config.values["num_hidden_layers"]
@@ -207,11 +205,6 @@ def _open_hf(place: WeightsFolder, config: HFConfig, model: ModelConfig) -> Weig
     covered = {part.name for link in made for part in link.parts}
     zeros = {n for n in our_shapes(model).keys() - covered if n.endswith("router.expert_bias")}
     return WeightsSource(place, stored, made, unused, frozenset(zeros))
-
-
-def _stacked() -> tuple[HFTensor, ...]:
-    """Return the tensors of an E block whose experts are stacked as in transformers' memory."""
-    return (*STACKED_EXPERTS, *(tensor for tensor in EXPERTS.hf if "{e}" not in tensor.name))
 
 
 def _hf_files(folder: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megacpp.blocks.descriptor import HFTensor
-from megacpp.blocks.experts.descriptor import num_experts
+from megacpp.blocks.experts.descriptor import EXPERTS, num_experts
 from megacpp.config.model import ModelConfig
 from megacpp.interop.hf_class import Change, Zeros
 
@@ -72,8 +72,9 @@ GRANITE_EXPERTS = (
     HFTensor("shared_mlp.input_linear.weight", ("shared.w1.weight", "shared.w3.weight")),
     HFTensor("shared_mlp.output_linear.weight", ("shared.w2.weight",)),
 )
-# Experts as transformers holds them in memory; import takes them where a folder has them.
+# E block with its experts stacked, as transformers holds them in memory and some folders do.
 STACKED_EXPERTS = (
     HFTensor("mlp.experts.gate_up_proj", ("experts.w1", "experts.w3"), groups=num_experts),
     HFTensor("mlp.experts.down_proj", ("experts.w2",)),
+    *(tensor for tensor in EXPERTS.hf if "{e}" not in tensor.name),
 )
