@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from megacpp.config.checks.broken import Broken
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
     from megacpp.errors import ConfigError
     from megacpp.memory.forms.local_shapes import LocalShapes
@@ -30,6 +31,8 @@ Rate = Literal["lr", "embed_lr", "head_lr", "vector_lr"]
 # (sizes of a rank, its parts, each with whether it is recomputed whole) -> mesh axis, name and
 # bytes of what travels in one microbatch.
 Sends = Callable[["LocalShapes", Sequence[tuple[str, bool]]], Iterator[tuple[str, str, int]]]
+# (configuration, its mesh, letters of the model's mixers) -> rules that the mesh breaks.
+MeshRules = Callable[["Config", "MeshConfig", "set[str]"], Iterator["Broken"]]
 BY_TOKEN = "it goes from token to token"
 LOSS_BUFFERS = 7  # of losses: a scale, and a sum for each term (megacpp/model/auxiliary.py)
 
@@ -209,6 +212,7 @@ class BlockKind:
         multiply_adds: (model, row length) -> multiply-adds a token in the forward's products.
         allocations: settings that the bytes of its forward and backward depend on.
         policy_checks: broken rules of `recompute`, whether or not the pattern has the kind.
+        mesh_rules: broken rules of the mesh, whether or not the model has the kind.
         regions: (policy, model) -> recompute regions that the policy selects, `norm` apart.
         compared: how strictly a recomputed region is compared with its first run.
         whole: field of `CheckpointingPolicy` that recomputes the whole block if it is `full`;
@@ -248,6 +252,7 @@ class BlockKind:
     compared: Literal["default", "none"] = "default"
     whole: str = ""
     policy_checks: Callable[[Config], Iterator[ConfigError]] = lambda config: iter(())
+    mesh_rules: MeshRules = lambda config, mesh, letters: iter(())
     last_product: Callable[[ModelConfig], float] = lambda model: 0.0
     shared_bytes: Callable[[LocalShapes, Collection[str], bool], int] = lambda own, kinds, s: 0
     sends: Sends = lambda own, parts: iter(())
@@ -294,8 +299,7 @@ class AheadBlocks:
     They look tokens up in the embedding once more, and the head follows each pass.
 
     Attributes:
-        name: of the feature.
-        model: settings that they are built with.
+        name, model: feature, and settings that they are built with.
         letters: mixers of one, in order.
         alike: those of the letters with the settings of the model's layers.
         number: of blocks with weights of their own.

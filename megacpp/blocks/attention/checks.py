@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megacpp.config.checks.broken import Broken
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.primes import nearest_divisor
 
 if TYPE_CHECKING:
     from megacpp.blocks.attention.config import AttentionConfig
-    from megacpp.config.schema import Config
+    from megacpp.config.schema import Config, MeshConfig
 
 # Values that leave a setting of grouped-query attention off; of others false.
 WITHOUT = {"softcap": "none", "rope_fraction": "1", "window": "0", "full_layers": '""'}
@@ -126,6 +127,21 @@ def policy_checks(config: Config) -> Iterator[ConfigError]:
                 "there is no latent, model.attention.kind=gqa",
                 f"use recompute.{name}=false",
             )
+
+
+def mesh_rules(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Broken]:
+    """Yield meshes that can't shard the choice of keys or the warm-up of the indexer."""
+    sparse = config.model.attention.sparse
+    if not sparse.layers.strip():
+        return
+    if mesh.cp > 1 and mesh.cp_attention != "all_gather":
+        rule = "sparse attention chooses among the keys of whole rows, for all heads alike"
+        yield Broken(
+            "cp_attention", mesh.cp_attention, rule, (), "use mesh.cp_attention=all_gather"
+        )
+    if mesh.pp > 1 and sparse.stage == "dense":
+        rule = "a stage without indexer would have no backward (model.attention.sparse.stage=dense)"
+        yield Broken("pp", mesh.pp, rule, ("pp",))
 
 
 def odd_rotation(dim: int, fraction: float) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megacpp.blocks.attention.checks import checks, policy_checks
+from megacpp.blocks.attention.checks import checks, mesh_rules, policy_checks
 from megacpp.blocks.attention.sizes import replayed, sends, shared_bytes
 from megacpp.blocks.descriptor import (
     ALL_TOKENS,
@@ -355,6 +355,7 @@ ATTENTION = BlockKind(
     sends=sends,
     replayed=replayed,
     policy_checks=policy_checks,
+    mesh_rules=mesh_rules,
     buffer_numbers=lambda model, kind: (LOSS_BUFFERS * ("A.index" in kind), 0),
     why_eager=why_eager,
     graph_inputs=graph_inputs,

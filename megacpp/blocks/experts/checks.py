@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megacpp.config.checks.broken import Broken
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.primes import nearest_divisor
 
@@ -89,12 +90,21 @@ def policy_checks(config: Config) -> Iterator[ConfigError]:
         )
 
 
-def straddling_groups(moe: MoEConfig, mesh: MeshConfig) -> str:
-    """Return the rule that groups of experts break on the ranks of `ep`; empty if none."""
+def mesh_rules(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Broken]:
+    """Yield degrees of `ep` that no experts, or no groups of experts, can be spread over."""
+    moe, ep = config.model.moe, mesh.ep
+    if "E" not in letters:
+        if ep > 1:
+            yield Broken("ep", ep, "the model has no E block to spread", ("ep",))
+        return
     groups = moe.num_groups
-    if groups == 1 or moe.top_k_groups == groups or not (groups % mesh.ep and mesh.ep % groups):
-        return ""
-    return (
-        f"must divide model.moe.num_groups ({groups}) or be a multiple of it: a token visits "
-        f"{moe.top_k_groups} groups, and those that straddle ranks don't bound what it is sent to"
-    )
+    if moe.num_experts % ep:
+        rule = f"must divide model.moe.num_experts ({moe.num_experts})"
+        yield Broken("ep", ep, rule, ("ep",))
+    elif groups > 1 and moe.top_k_groups != groups and groups % ep and ep % groups:
+        rule = (
+            f"must divide model.moe.num_groups ({groups}) or be a multiple of it: a token visits "
+            f"{moe.top_k_groups} groups, and those that straddle ranks don't bound what it is sent "
+            "to"
+        )
+        yield Broken("ep", ep, rule, ("ep",))

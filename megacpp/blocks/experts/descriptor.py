@@ -16,7 +16,7 @@ from megacpp.blocks.descriptor import (
     HFTensor,
     Parameter,
 )
-from megacpp.blocks.experts.checks import checks, policy_checks
+from megacpp.blocks.experts.checks import checks, mesh_rules, policy_checks
 from megacpp.blocks.experts.choices import columns, null_copies
 from megacpp.blocks.experts.rows import counts, operators, sends
 
@@ -173,6 +173,7 @@ EXPERTS = BlockKind(
     shared_bytes=shared_bytes,
     sends=sends,
     policy_checks=policy_checks,
+    mesh_rules=mesh_rules,
     buffer_numbers=buffer_numbers,
     why_eager=lambda mixer: ROUTED,
     regions=regions,

@@ -7,12 +7,12 @@ this mesh and model; where there is none, it names what else would do.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, combinations, product
 
-from megacpp.blocks.experts.checks import straddling_groups
 from megacpp.blocks.features import FEATURES, mixer_letters
 from megacpp.blocks.kinds import KINDS
+from megacpp.config.checks.broken import Broken
 from megacpp.config.environment import MOST_RANKS
 from megacpp.config.schema import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError, config_error
@@ -20,26 +20,6 @@ from megacpp.model.primes import divisors
 
 AXES = ("pp", "dp_replicate", "cp", "tp", "ep")
 DENSE = ("tp", "cp", "pp", "dp_replicate")  # with dp_shard, what makes the world
-
-
-@dataclass(frozen=True)
-class Broken:
-    """Rule that a mesh breaks.
-
-    Attributes:
-        key, value: field of `MeshConfig` and its value.
-        rule: the rule, for the error message.
-        axes: axes of which another degree may mend it, best first.
-        otherwise: another fix, in words.
-        ranks: size of a world that may mend it.
-    """
-
-    key: str
-    value: object
-    rule: str
-    axes: tuple[str, ...] = ()
-    otherwise: str = ""
-    ranks: int = 0
 
 
 def mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
@@ -71,8 +51,8 @@ def _broken(config: Config, world_size: int) -> Iterator[Broken]:
     mesh = resolve_mesh(config.mesh, world_size)
     yield from _tensor(config, mesh, letters)
     yield from _context(config, mesh, letters)
-    yield from _experts(config, mesh, letters)
-    yield from _sparse(config, mesh)
+    for kind in KINDS.values():
+        yield from kind.mesh_rules(config, mesh, letters)
 
 
 def _nearest_legal(config: Config, world_size: int, axes: tuple[str, ...]) -> str:
@@ -212,28 +192,3 @@ def _context(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Br
         if getattr(mesh, key) == "heads" and heads % ranks:
             rule = f"tp * cp ({ranks}) must divide {name} ({heads})"
             yield Broken(key, "heads", rule, otherwise=f"use mesh.{key}={exchange.otherwise}")
-
-
-def _experts(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Broken]:
-    experts = config.model.moe.num_experts
-    if mesh.ep > 1 and "E" not in letters:
-        yield Broken("ep", mesh.ep, "the model has no E block to spread", ("ep",))
-    elif experts % mesh.ep:
-        yield Broken("ep", mesh.ep, f"must divide model.moe.num_experts ({experts})", ("ep",))
-    elif "E" in letters and (rule := straddling_groups(config.model.moe, mesh)):
-        yield Broken("ep", mesh.ep, rule, ("ep",))
-
-
-def _sparse(config: Config, mesh: MeshConfig) -> Iterator[Broken]:
-    """Yield meshes that can't shard the choice of keys or the warm-up of the indexer."""
-    sparse = config.model.attention.sparse
-    if not sparse.layers.strip():
-        return
-    if mesh.cp > 1 and mesh.cp_attention != "all_gather":
-        rule = "sparse attention chooses among the keys of whole rows, for all heads alike"
-        yield Broken(
-            "cp_attention", mesh.cp_attention, rule, (), "use mesh.cp_attention=all_gather"
-        )
-    if mesh.pp > 1 and sparse.stage == "dense":
-        rule = "a stage without indexer would have no backward (model.attention.sparse.stage=dense)"
-        yield Broken("pp", mesh.pp, rule, ("pp",))
