@@ -111,11 +111,11 @@ ALL_TOKENS = ActivationLayout("", "x[B, T_tp, D] -> x[B, T, D]", "y[B, T, D]{tp}
 
 
 @dataclass(frozen=True)
-class HFTensor:
-    """Tensor of Hugging Face's folders that has the rows of some of ours.
+class ForeignTensor:
+    """Tensor of others' checkpoints that has the rows of some of ours.
 
     Attributes:
-        name: below a layer; `{e}` in it: one tensor for each expert.
+        name: there, below a layer or a mixer; `{e}` in it: one tensor for each expert.
         ours: names below the mixer, their rows stacked from top to bottom.
         order: order of these rows there (megacpp/interop/orders.py); empty: as stacked.
         groups: of the rows there, each with a part of every one of ours (1: as `order` says).
@@ -231,8 +231,7 @@ class BlockKind:
         why_eager: (mixer) -> the reason why a block can't be one compiled graph; None: it can.
         graph_inputs: (mixer, documents, input of the block) -> the documents with the cached values
             that such a graph reads; None: it reads none.
-        upstream: fused tensor of the authors' checkpoints -> our parameters, from top to bottom.
-        interleaved: fused tensors that repeat this order for each group of heads, and the groups.
+        upstream: fused tensors of the authors' checkpoints.
         before: kind of layer -> the layers that one needs in front of it.
         lines: what the header of a run says of its options.
         hf: tensors of Hugging Face's folders; a class may have others (megacpp/interop/classes.py).
@@ -264,11 +263,10 @@ class BlockKind:
     buffer_numbers: Callable[[ModelConfig, str], tuple[int, int]] = lambda model, kind: (0, 0)
     why_eager: Callable[[nn.Module], str | None] = lambda mixer: BY_TOKEN
     graph_inputs: Callable[[Any, Documents, Tensor], Documents | None] = lambda m, docs, x: None
-    upstream: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    interleaved: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
+    upstream: tuple[ForeignTensor, ...] = ()
     before: Callable[[str], tuple[str, ...]] = lambda kind: ()
     lines: Callable[[Config], Iterator[str]] = lambda config: iter(())
-    hf: tuple[HFTensor, ...] = ()
+    hf: tuple[ForeignTensor, ...] = ()
 
     def shapes(
         self, model: ModelConfig, kind: str = ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacpp.blocks.descriptor import HFTensor
+from megacpp.blocks.descriptor import ForeignTensor
 from megacpp.config.model import ModelConfig
 from megacpp.interop.keys import KeyRule
 
@@ -68,7 +68,7 @@ class HFClass:
     rename: tuple[tuple[str, str], ...] = ()
     changes: Mapping[str, Change] = field(default_factory=dict)
     zeros: tuple[Zeros, ...] = ()
-    tensors: Mapping[str, tuple[HFTensor, ...]] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[ForeignTensor, ...]] = field(default_factory=dict)
     own: bool = False
 
     def misfits(self, found: Mapping[str, str]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.blocks.descriptor import HFTensor
+from megacpp.blocks.descriptor import ForeignTensor
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.model import ModelConfig
 from megacpp.interop.hf_class import Change, HFClass
@@ -118,7 +118,7 @@ def our_shapes(model: ModelConfig) -> dict[str, Shape]:
 def links(
     one: HFClass,
     model: ModelConfig,
-    more: Mapping[str, Sequence[HFTensor]] | None = None,
+    more: Mapping[str, Sequence[ForeignTensor]] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> Iterator[Link]:
     """Yield every tensor of a folder, in the order of the model.
@@ -138,12 +138,12 @@ def links(
     if key in one.fixed and not (values or {}).get(key, True):
         changes |= IN_HALVES
     linker = _Linker(one, model, shapes, changes)
-    yield linker.link("model.embed_tokens.weight", HFTensor("", ("embed.weight",)), "")
+    yield linker.link("model.embed_tokens.weight", ForeignTensor("", ("embed.weight",)), "")
     for layer, kind in enumerate(layer_kinds(model)):
         there, ours = f"model.layers.{layer // 2}.", f"blocks.{layer}."
         norms = ("input", "post_attention", "post_feedforward")
         norm = f"{norms[layer % 2 + model.post_norm]}_layernorm"
-        yield linker.link(there, HFTensor(f"{norm}.weight", ("norm.weight",)), ours)
+        yield linker.link(there, ForeignTensor(f"{norm}.weight", ("norm.weight",)), ours)
         letter = kind[0]
         tensors = (more or {}).get(letter) or one.tensors.get(letter) or KINDS[letter].hf
         for tensor in tensors:
@@ -153,9 +153,9 @@ def links(
         for zeros in one.zeros:
             if zeros.letter == letter and zeros.when(model):
                 yield Link(linker.renamed(there + zeros.name), zeros.shape(model), ())
-    yield linker.link("", HFTensor("model.norm.weight", ("norm.weight",)), "")
+    yield linker.link("", ForeignTensor("model.norm.weight", ("norm.weight",)), "")
     if not model.tie_embeddings:
-        yield linker.link("lm_head.weight", HFTensor("", ("head.weight",)), "")
+        yield linker.link("lm_head.weight", ForeignTensor("", ("head.weight",)), "")
 
 
 def _code_links(model: ModelConfig) -> Iterator[Link]:
@@ -193,7 +193,7 @@ class _Linker:
             name = name.replace(before, after)
         return name
 
-    def links(self, there: str, tensor: HFTensor, mixer: str) -> Iterator[Link]:
+    def links(self, there: str, tensor: ForeignTensor, mixer: str) -> Iterator[Link]:
         """Yield a tensor's link, or one for each expert."""
         if "{e}" not in tensor.name:
             yield self.link(there, tensor, mixer)
@@ -206,7 +206,7 @@ class _Linker:
             title = self.renamed(there + tensor.name.format(e=e))
             yield Link(title, tuple(shape), (part,), scale=self._factor(change))
 
-    def link(self, there: str, tensor: HFTensor, ours: str) -> Link:
+    def link(self, there: str, tensor: ForeignTensor, ours: str) -> Link:
         """Return the link of one tensor."""
         shapes = [self.shapes[ours + name] for name in tensor.ours]
         rows = [rows_in(shape) for shape in shapes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megacpp.blocks.descriptor import HFTensor
+from megacpp.blocks.descriptor import ForeignTensor
 from megacpp.blocks.experts.descriptor import EXPERTS, num_experts
 from megacpp.config.model import ModelConfig
 from megacpp.interop.hf_class import Change, Zeros
@@ -64,17 +64,17 @@ IN_HALVES = {
     "self_attn.kv_a_proj_with_mqa.weight": Change(order="rotated_key"),
 }
 GRANITE_EXPERTS = (
-    HFTensor("block_sparse_moe.router.layer.weight", ("router.weight",)),
-    HFTensor(
+    ForeignTensor("block_sparse_moe.router.layer.weight", ("router.weight",)),
+    ForeignTensor(
         "block_sparse_moe.input_linear.weight", ("experts.w1", "experts.w3"), groups=num_experts
     ),
-    HFTensor("block_sparse_moe.output_linear.weight", ("experts.w2",)),
-    HFTensor("shared_mlp.input_linear.weight", ("shared.w1.weight", "shared.w3.weight")),
-    HFTensor("shared_mlp.output_linear.weight", ("shared.w2.weight",)),
+    ForeignTensor("block_sparse_moe.output_linear.weight", ("experts.w2",)),
+    ForeignTensor("shared_mlp.input_linear.weight", ("shared.w1.weight", "shared.w3.weight")),
+    ForeignTensor("shared_mlp.output_linear.weight", ("shared.w2.weight",)),
 )
 # E block with its experts stacked, as transformers holds them in memory and some folders do.
 STACKED_EXPERTS = (
-    HFTensor("mlp.experts.gate_up_proj", ("experts.w1", "experts.w3"), groups=num_experts),
-    HFTensor("mlp.experts.down_proj", ("experts.w2",)),
+    ForeignTensor("mlp.experts.gate_up_proj", ("experts.w1", "experts.w3"), groups=num_experts),
+    ForeignTensor("mlp.experts.down_proj", ("experts.w2",)),
     *(tensor for tensor in EXPERTS.hf if "{e}" not in tensor.name),
 )

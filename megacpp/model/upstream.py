@@ -26,14 +26,15 @@ def from_upstream(
     Raises:
         AssertionError: a fused tensor hasn't the rows of `model`.
     """
-    fused, sizes, groups = dict(kind.upstream), kind.rows(model), kind.interleaved(model)
+    fused, sizes = {one.name: one for one in kind.upstream}, kind.rows(model)
     ours = {name: t for name, t in state.items() if name not in fused}
     for name in state.keys() & fused.keys():
-        rows = [sizes[part] // groups.get(name, 1) for part in fused[name]]
-        whole = sum(rows) * groups.get(name, 1)
+        names, groups = fused[name].ours, fused[name].groups(model)
+        rows = [sizes[part] // groups for part in names]
+        whole = sum(rows) * groups
         assert whole == len(state[name]), f"{name}: {len(state[name])} rows, not {whole}"
         parts = state[name].unflatten(0, (-1, sum(rows))).split(rows, 1)
-        ours |= {part: t.flatten(0, 1) for part, t in zip(fused[name], parts, strict=True)}
+        ours |= {part: t.flatten(0, 1) for part, t in zip(names, parts, strict=True)}
     return ours
 
 
@@ -41,10 +42,11 @@ def to_upstream(
     kind: BlockKind, state: Mapping[str, Tensor], model: ModelConfig
 ) -> dict[str, Tensor]:
     """Return tensors, or gradients, under upstream names: the inverse of `from_upstream`."""
-    parts = {part for _, names in kind.upstream for part in names}
+    parts = {part for one in kind.upstream for part in one.ours}
     theirs = {name: t for name, t in state.items() if name not in parts}
-    for name, names in kind.upstream:
-        if names[0] in state:
-            heads = (kind.interleaved(model).get(name, 1), -1)
-            theirs[name] = torch.cat([state[p].unflatten(0, heads) for p in names], 1).flatten(0, 1)
+    for one in kind.upstream:
+        if one.ours[0] in state:
+            heads = one.groups(model), -1
+            rows = [state[part].unflatten(0, heads) for part in one.ours]
+            theirs[one.name] = torch.cat(rows, 1).flatten(0, 1)
     return theirs

@@ -30,7 +30,7 @@ def test_there_and_back(name: str) -> None:
     mixer, config, kind = CASES[name]
     ours = {key: torch.randn_like(t) for key, t in mixer(config).state_dict().items()}
     theirs = to_upstream(kind, ours, config)
-    parts = {part for _, names in kind.upstream for part in names}
+    parts = {part for one in kind.upstream for part in one.ours}
     assert not parts & theirs.keys()
     assert sum(t.numel() for t in theirs.values()) == sum(t.numel() for t in ours.values())
     back = from_upstream(kind, theirs, config)

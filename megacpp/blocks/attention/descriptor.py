@@ -20,7 +20,7 @@ from megacpp.blocks.descriptor import (
     AllocationSettings,
     BlockKind,
     ContextExchange,
-    HFTensor,
+    ForeignTensor,
     Parameter,
     copies_weights,
 )
@@ -178,27 +178,27 @@ PARAMETERS = (
 )
 
 HF = (
-    HFTensor("self_attn.q_proj.weight", ("wq.weight",), "halves", when=ungated),
-    HFTensor(
+    ForeignTensor("self_attn.q_proj.weight", ("wq.weight",), "halves", when=ungated),
+    ForeignTensor(
         "self_attn.q_proj.weight", ("wq.weight", "wg.weight"), "gated_queries", when=output_gated
     ),
-    HFTensor("self_attn.k_proj.weight", ("wk.weight",), "halves", when=is_gqa),
-    HFTensor("self_attn.v_proj.weight", ("wv.weight",), when=is_gqa),
-    HFTensor("self_attn.q_proj.bias", ("wq.bias",), "halves", when=biased),
-    HFTensor("self_attn.k_proj.bias", ("wk.bias",), "halves", when=biased),
-    HFTensor("self_attn.v_proj.bias", ("wv.bias",), when=biased),
-    HFTensor("self_attn.q_norm.weight", ("q_norm.weight",), "halves", when=normed),
-    HFTensor("self_attn.k_norm.weight", ("k_norm.weight",), "halves", when=normed),
-    HFTensor("self_attn.q_proj.weight", ("wq.weight",), when=direct_latents),
-    HFTensor("self_attn.q_a_proj.weight", ("wq_a.weight",), when=latent_queries),
-    HFTensor("self_attn.q_a_layernorm.weight", ("q_norm.weight",), when=latent_queries),
-    HFTensor("self_attn.q_b_proj.weight", ("wq_b.weight",), when=latent_queries),
-    HFTensor("self_attn.kv_a_proj_with_mqa.weight", ("wkv_a.weight",), when=is_mla),
-    HFTensor("self_attn.kv_a_layernorm.weight", ("kv_norm.weight",), when=is_mla),
-    HFTensor("self_attn.kv_b_proj.weight", ("wkv_b.weight",), when=is_mla),
-    HFTensor("self_attn.o_proj.weight", ("wo.weight",)),
+    ForeignTensor("self_attn.k_proj.weight", ("wk.weight",), "halves", when=is_gqa),
+    ForeignTensor("self_attn.v_proj.weight", ("wv.weight",), when=is_gqa),
+    ForeignTensor("self_attn.q_proj.bias", ("wq.bias",), "halves", when=biased),
+    ForeignTensor("self_attn.k_proj.bias", ("wk.bias",), "halves", when=biased),
+    ForeignTensor("self_attn.v_proj.bias", ("wv.bias",), when=biased),
+    ForeignTensor("self_attn.q_norm.weight", ("q_norm.weight",), "halves", when=normed),
+    ForeignTensor("self_attn.k_norm.weight", ("k_norm.weight",), "halves", when=normed),
+    ForeignTensor("self_attn.q_proj.weight", ("wq.weight",), when=direct_latents),
+    ForeignTensor("self_attn.q_a_proj.weight", ("wq_a.weight",), when=latent_queries),
+    ForeignTensor("self_attn.q_a_layernorm.weight", ("q_norm.weight",), when=latent_queries),
+    ForeignTensor("self_attn.q_b_proj.weight", ("wq_b.weight",), when=latent_queries),
+    ForeignTensor("self_attn.kv_a_proj_with_mqa.weight", ("wkv_a.weight",), when=is_mla),
+    ForeignTensor("self_attn.kv_a_layernorm.weight", ("kv_norm.weight",), when=is_mla),
+    ForeignTensor("self_attn.kv_b_proj.weight", ("wkv_b.weight",), when=is_mla),
+    ForeignTensor("self_attn.o_proj.weight", ("wo.weight",)),
     *(
-        HFTensor(f"self_attn.indexer.{name}", (f"indexer.{name}",), when=is_mla)
+        ForeignTensor(f"self_attn.indexer.{name}", (f"indexer.{name}",), when=is_mla)
         for name in (
             "wq_b.weight",
             "wk.weight",

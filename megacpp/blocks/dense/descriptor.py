@@ -12,7 +12,7 @@ from megacpp.blocks.descriptor import (
     ALL_TOKENS,
     AllocationSettings,
     BlockKind,
-    HFTensor,
+    ForeignTensor,
     Parameter,
     copies_weights,
 )
@@ -48,10 +48,10 @@ PARAMETERS = (
 )
 
 HF = (
-    HFTensor("mlp.gate_proj.weight", ("w1.weight",), when=gated),
-    HFTensor("mlp.up_proj.weight", ("w3.weight",), when=gated),
-    HFTensor("mlp.up_proj.weight", ("w1.weight",), when=squared),
-    HFTensor("mlp.down_proj.weight", ("w2.weight",)),
+    ForeignTensor("mlp.gate_proj.weight", ("w1.weight",), when=gated),
+    ForeignTensor("mlp.up_proj.weight", ("w3.weight",), when=gated),
+    ForeignTensor("mlp.up_proj.weight", ("w1.weight",), when=squared),
+    ForeignTensor("mlp.down_proj.weight", ("w2.weight",)),
 )
 
 

@@ -13,7 +13,7 @@ from megacpp.blocks.descriptor import (
     ActivationLayout,
     AllocationSettings,
     BlockKind,
-    HFTensor,
+    ForeignTensor,
     Parameter,
 )
 from megacpp.blocks.experts.checks import checks, mesh_rules, policy_checks
@@ -79,15 +79,15 @@ PARAMETERS = (
 )
 
 HF = (
-    HFTensor("mlp.gate.weight", ("router.weight",)),
-    HFTensor("mlp.gate.e_score_correction_bias", ("router.expert_bias",), when=biased),
-    HFTensor("mlp.experts.{e}.gate_proj.weight", ("experts.w1",)),
-    HFTensor("mlp.experts.{e}.up_proj.weight", ("experts.w3",)),
-    HFTensor("mlp.experts.{e}.down_proj.weight", ("experts.w2",)),
-    HFTensor("mlp.shared_experts.gate_proj.weight", ("shared.w1.weight",), when=shared),
-    HFTensor("mlp.shared_experts.up_proj.weight", ("shared.w3.weight",), when=shared),
-    HFTensor("mlp.shared_experts.down_proj.weight", ("shared.w2.weight",), when=shared),
-    HFTensor("mlp.shared_expert_gate.weight", ("shared.gate.weight",), when=shared_gate),
+    ForeignTensor("mlp.gate.weight", ("router.weight",)),
+    ForeignTensor("mlp.gate.e_score_correction_bias", ("router.expert_bias",), when=biased),
+    ForeignTensor("mlp.experts.{e}.gate_proj.weight", ("experts.w1",)),
+    ForeignTensor("mlp.experts.{e}.up_proj.weight", ("experts.w3",)),
+    ForeignTensor("mlp.experts.{e}.down_proj.weight", ("experts.w2",)),
+    ForeignTensor("mlp.shared_experts.gate_proj.weight", ("shared.w1.weight",), when=shared),
+    ForeignTensor("mlp.shared_experts.up_proj.weight", ("shared.w3.weight",), when=shared),
+    ForeignTensor("mlp.shared_experts.down_proj.weight", ("shared.w2.weight",), when=shared),
+    ForeignTensor("mlp.shared_expert_gate.weight", ("shared.gate.weight",), when=shared_gate),
 )
 
 

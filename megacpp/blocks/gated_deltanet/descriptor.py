@@ -7,6 +7,7 @@ by key head, each with its value heads.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.descriptor import (
@@ -14,7 +15,7 @@ from megacpp.blocks.descriptor import (
     AllocationSettings,
     BlockKind,
     ContextExchange,
-    HFTensor,
+    ForeignTensor,
     Parameter,
 )
 from megacpp.errors import ConfigError, config_error
@@ -63,31 +64,26 @@ PARAMETERS = (
     Parameter(("out_proj.weight",), "[D, W_tp]", "muon", fp8=True),
 )
 
+
+def key_heads(model: ModelConfig) -> int:
+    """Return the key heads, which take turns in fused tensors of projections."""
+    return model.gated_deltanet.num_key_heads
+
+
 FUSED = (  # Qwen3-Next
-    ("in_proj_qkvz.weight", ("in_q.weight", "in_k.weight", "in_v.weight", "in_z.weight")),
-    ("in_proj_ba.weight", ("in_b.weight", "in_a.weight")),
-    ("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.weight")),
+    ForeignTensor(
+        "in_proj_qkvz.weight",
+        ("in_q.weight", "in_k.weight", "in_v.weight", "in_z.weight"),
+        groups=key_heads,
+    ),
+    ForeignTensor("in_proj_ba.weight", ("in_b.weight", "in_a.weight"), groups=key_heads),
+    ForeignTensor("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.weight")),
 )
 
-
-def interleaved(model: ModelConfig) -> dict[str, int]:
-    """Return the key heads that take turns in fused tensors of projections."""
-    names = ("in_proj_qkvz.weight", "in_proj_ba.weight")
-    return dict.fromkeys(names, model.gated_deltanet.num_key_heads)
-
-
 HF = (
+    *(replace(fused, name=f"linear_attn.{fused.name}", when=gated) for fused in FUSED),
     *(
-        HFTensor(
-            f"linear_attn.{name}",
-            ours,
-            groups=lambda model, name=name: interleaved(model).get(name, 1),
-            when=gated,
-        )
-        for name, ours in FUSED
-    ),
-    *(
-        HFTensor(f"linear_attn.{name}", (name,), when=gated)
+        ForeignTensor(f"linear_attn.{name}", (name,), when=gated)
         for name in ("dt_bias", "A_log", "norm.weight", "out_proj.weight")
     ),
 )
@@ -191,6 +187,5 @@ GATED_DELTANET = BlockKind(
         taps=lambda model: model.gated_deltanet.conv_kernel,
     ),
     upstream=FUSED,
-    interleaved=interleaved,
     hf=HF,
 )

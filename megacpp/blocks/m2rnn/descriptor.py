@@ -13,6 +13,7 @@ from megacpp.blocks.descriptor import (
     AllocationSettings,
     BlockKind,
     ContextExchange,
+    ForeignTensor,
     Parameter,
 )
 from megacpp.errors import ConfigError, config_error
@@ -223,10 +224,10 @@ M2RNN_KIND = BlockKind(
         once=once,
     ),
     upstream=(
-        (
+        ForeignTensor(
             "input_projection.weight",
             tuple(f"in_{part}.weight" for part in ("q", "k", "v", "forget", "gate")),
         ),
-        ("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.weight")),
+        ForeignTensor("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.weight")),
     ),
 )

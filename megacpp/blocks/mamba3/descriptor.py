@@ -15,6 +15,7 @@ from megacpp.blocks.descriptor import (
     AllocationSettings,
     BlockKind,
     ContextExchange,
+    ForeignTensor,
     Parameter,
 )
 from megacpp.errors import ConfigError, config_error
@@ -256,12 +257,12 @@ MAMBA3 = BlockKind(
     ),
     groups=lambda model: {"model.mamba3.ngroups": model.mamba3.ngroups},
     upstream=(
-        (
+        ForeignTensor(
             "in_proj.weight",
             tuple(
                 f"in_{part}.weight" for part in ("z", "x", "B", "C", "dt", "A", "trap", "angles")
             ),
         ),
-        ("conv1d.weight", ("conv_x.weight", "conv_B.weight", "conv_C.weight")),
+        ForeignTensor("conv1d.weight", ("conv_x.weight", "conv_B.weight", "conv_C.weight")),
     ),
 )
