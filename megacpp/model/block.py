@@ -12,7 +12,7 @@ from megacpp.blocks.hyper_connections.module import HyperConnection
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
-from megacpp.model.init import Rule
+from megacpp.model.init_rules import block_rules
 from megacpp.model.norm import RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute
 
@@ -24,6 +24,7 @@ class Block(nn.Module):
     run again without them (megacpp/blocks/hyper_connections/module.py).
     """
 
+    init_rules = block_rules
     recompute: Recompute = PLAIN
 
     def __init__(self, kind: str, config: ModelConfig, layer: int = 0) -> None:
@@ -44,15 +45,6 @@ class Block(nn.Module):
         """
         region = "block" if self.connection is None else "connected"
         return self.recompute(region, self._forward, x_BTD, docs)
-
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rule of every parameter, by name below the block."""
-        parts = {"engram": self.engram, "mixer": self.mixer, "connection": self.connection}
-        rules = {"norm.weight": self.norm.init_rules()["weight"]}
-        for name, part in parts.items():
-            own = part.init_rules().items() if part is not None else ()
-            rules |= {f"{name}.{leaf}": rule for leaf, rule in own}
-        return rules
 
     def _forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
         if self.engram is not None:

@@ -20,9 +20,9 @@ from megacpp.config.schema import ModelConfig
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead, LossSum, Table
-from megacpp.model.init import Normal, Rule
+from megacpp.model.init_rules import model_rules
 from megacpp.model.norm import RMSNorm
-from megacpp.model.pattern import EXIT, layer_kinds, warms_up
+from megacpp.model.pattern import layer_kinds, warms_up
 
 
 class HybridLM(nn.Module):
@@ -34,6 +34,8 @@ class HybridLM(nn.Module):
     Attributes:
         begins: this process looks tokens up; else a tied `embed` is only the head's weight's name.
     """
+
+    init_rules = model_rules
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -101,20 +103,6 @@ class HybridLM(nn.Module):
         """Letter and mixer of every block by the mixer's name, those behind the trunk included."""
         blocks = ((name, m) for name, m in self.named_modules() if isinstance(m, Block))
         return {f"{name}.mixer": (block.letter, block.mixer) for name, block in blocks}
-
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rule of every parameter and persistent buffer, by full name."""
-        rules: dict[str, Rule] = {}
-        if hasattr(self, "embed"):
-            rules["embed.weight"] = Normal(self.config.init_std)
-        for key, block in self.blocks.items():
-            own = cast(Block, block).init_rules().items()
-            rules |= {f"blocks.{key}.{name}": rule for name, rule in own}
-        for part in ("ngram", *EXIT):
-            if hasattr(self, part) and not (part == "head" and self.config.tie_embeddings):
-                own = getattr(self, part).init_rules().items()
-                rules |= {f"{part}.{name}": rule for name, rule in own}
-        return rules
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridLM:
         """Keep a tied weight one tensor: leaving the meta device makes each module its own.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megacpp.kernels.causal_conv_steps import causal_conv_step, last_inputs
 from megacpp.model.documents import Documents
-from megacpp.model.short_conv import stacked
+from megacpp.model.short_conv import ShortConv, stacked
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,18 +32,21 @@ class RecurrentState:
 class RecurrentDecoding(nn.Module):
     """Decoding of a mixer that is projections, a short convolution, a scan and an output.
 
-    Its subclass has these parts (`_project`, `_convs`, `_inputs`, `head_weights`, `_output`), and a
-    `scan`. The scan's `prompt` returns the outputs of a prompt and the state behind it, its `token`
-    those of one token behind a state. The state of an empty document is None.
+    Its subclass has these parts (`_project`, `_inputs`, `head_weights`, `_output`), and a `scan`.
+    The scan's `prompt` returns the outputs of a prompt and the state behind it, its `token` those
+    of one token behind a state. The state of an empty document is None.
     """
 
     scan: Any
     convolve: Any
     head_weights: Any
     _project: Any
-    _convs: Any
     _inputs: Any
     _output: Any
+
+    def short_convs(self) -> dict[str, ShortConv]:
+        """Return the short convolutions by name, in the order of the channels."""
+        return {name: m for name, m in self.named_children() if isinstance(m, ShortConv)}
 
     def init_state(
         self, batch_size: int, device: torch.device | str, dtype: torch.dtype
@@ -66,7 +69,7 @@ class RecurrentDecoding(nn.Module):
         """Return the output `[B, T, D]` of prompts, without `docs` of one token, and the state."""
         channels, rest = self._project(x_BTD)
         taps_BCJ = None
-        if self._convs():
+        if self.short_convs():
             before_BCJ = None if state is None else state.taps_BCJ
             channels, taps_BCJ = self._convolved(channels, before_BCJ, docs)
         inputs, rest = self._inputs(channels, rest)
@@ -81,7 +84,7 @@ class RecurrentDecoding(nn.Module):
         self, channels: tuple[Tensor, ...], taps_BCJ: Tensor | None, docs: Documents | None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return all channels behind the short convolution, and its last inputs."""
-        x_BTC, weight_C1K = torch.cat(channels, -1), stacked(*self._convs().values())
+        x_BTC, weight_C1K = torch.cat(channels, -1), stacked(*self.short_convs().values())
         num_past = weight_C1K.shape[-1] - 1
         if docs is None:
             if taps_BCJ is None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megacpp.blocks.attention.checks import check_heads
 from megacpp.blocks.attention.config import layer_settings
 from megacpp.blocks.attention.decoding import CachedHeads
+from megacpp.blocks.attention.init import grouped_query_rules
 from megacpp.blocks.attention.logits import LogitRecorder
 from megacpp.blocks.attention.rope import rotary_table, rotate, softmax_scale
 from megacpp.config.schema import ModelConfig
@@ -20,8 +21,6 @@ from megacpp.kernels.attention.causal import causal_attention
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linears import linears
 from megacpp.model.documents import Documents, documents_of
-from megacpp.model.init import Constant, Rule
-from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import NormOverHeads, RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute, recomputing
 
@@ -115,6 +114,7 @@ class GroupedQueryAttention(CachedHeads):
         ConfigError: heads that don't divide, an odd head dim, a soft cap that isn't positive.
     """
 
+    init_rules = grouped_query_rules
     recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig, kind: str = "A") -> None:
@@ -145,21 +145,6 @@ class GroupedQueryAttention(CachedHeads):
         seen = docs.within(self.attention.window)
         o_BTNH = self.inner(*self._qkv(x_BTD, table_BTP2), seen)
         return self._out(o_BTNH, x_BTD)
-
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rule of every parameter, by name below the mixer."""
-        rules: dict[str, Rule] = {
-            f"{name}.weight": input_rule(self.config) for name in ("wq", "wk", "wv")
-        }
-        rules["wo.weight"] = output_rule(self.config)
-        if self.config.attention.output_gate:
-            rules["wg.weight"] = input_rule(self.config)
-        if self.config.attention.qkv_bias:
-            rules |= {f"{name}.bias": Constant(0.0) for name in ("wq", "wk", "wv")}
-        if self.config.attention.qk_norm:
-            rules["q_norm.weight"] = self.q_norm.init_rules()["weight"]
-            rules["k_norm.weight"] = self.k_norm.init_rules()["weight"]
-        return rules
 
     def _out(self, o_BTNH: Tensor, x_BTD: Tensor) -> Tensor:
         """Return the output `[B, T, D]` of all heads' values, gated by the input if it is set."""

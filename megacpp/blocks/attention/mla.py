@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from megacpp.blocks.attention.checks import check_heads
 from megacpp.blocks.attention.decoding import attend_cached, rotary_table_at
 from megacpp.blocks.attention.gqa import CoreAttention
+from megacpp.blocks.attention.init import latent_rules
 from megacpp.blocks.attention.rope import rotary_table, rotate, softmax_scale
 from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents, documents_of
-from megacpp.model.init import Rule
-from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.token_cache import TokenCache
@@ -36,6 +35,7 @@ class MultiHeadLatentAttention(nn.Module):
         ConfigError: an odd rotary dim or a soft cap that isn't positive.
     """
 
+    init_rules = latent_rules
     recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
@@ -165,17 +165,6 @@ class MultiHeadLatentAttention(nn.Module):
         o_B1NL = attend_cached(self.inner, q_B1NL, *memory, chosen)
         o_B1NV = torch.einsum("btnc,nvc->btnv", o_B1NL[..., : self.latent_dim], w_v_NVC)
         return self.wo(o_B1NV.flatten(2))[:, 0].to(x_BD.dtype), state
-
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rule of every parameter, by name below the mixer."""
-        low_rank = self.config.attention.q_lora_rank > 0
-        into = ("wq_a", "wq_b", "wkv_a", "wkv_b") if low_rank else ("wq", "wkv_a", "wkv_b")
-        rules: dict[str, Rule] = {f"{name}.weight": input_rule(self.config) for name in into}
-        rules["wo.weight"] = output_rule(self.config)
-        rules["kv_norm.weight"] = self.kv_norm.init_rules()["weight"]
-        if low_rank:
-            rules["q_norm.weight"] = self.q_norm.init_rules()["weight"]
-        return rules
 
     def _joined_queries(self, latent: Tensor, table_BTP2: Tensor) -> Tensor:
         return torch.cat(self.queries(latent, table_BTP2), dim=-1)

@@ -9,13 +9,12 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from megacpp.blocks.dense.init import mlp_rules
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.gated import gated
 from megacpp.kernels.linears import gated_linear, is_plain, linears
 from megacpp.model.documents import Documents
-from megacpp.model.init import Rule
-from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.tokenwise import Tokenwise
 
@@ -27,6 +26,7 @@ class MLP(Tokenwise):
     theirs). Tokens don't meet here: documents are ignored and decoding has no state.
     """
 
+    init_rules = mlp_rules
     recompute: Recompute = PLAIN
     kernels: Kernels = PLAIN_KERNELS
 
@@ -52,12 +52,6 @@ class MLP(Tokenwise):
             gate, up = hidden if len(hidden) == 2 else (*hidden, None)
             return gated_linear(self.w2.weight, gate, up, self.kernels.gates).to(x_BTD.dtype)
         return self.w2(gated(*hidden, backend=self.kernels.gates)).to(x_BTD.dtype)
-
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rule of every parameter, by name below the mixer."""
-        into = ("w1", "w3") if self.activation == "swiglu" else ("w1",)
-        rules: dict[str, Rule] = {f"{name}.weight": input_rule(self.config) for name in into}
-        return rules | {"w2.weight": output_rule(self.config)}
 
     def _hidden(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
         """Return gate and up, or the argument of the squared ReLU."""

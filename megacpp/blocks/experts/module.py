@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megacpp.blocks.dense.module import MLP
 from megacpp.blocks.experts.choices import expert_capacity, null_copies
 from megacpp.blocks.experts.config import MoEConfig
+from megacpp.blocks.experts.init import expert_rules, mixture_rules, shared_expert_rules
 from megacpp.blocks.experts.null_router import NullRouter
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import ModelConfig
@@ -31,8 +32,6 @@ from megacpp.kernels.experts.rows import (
     weigh_slots,
 )
 from megacpp.model.documents import Documents
-from megacpp.model.init import Rule
-from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.tokenwise import Tokenwise
 
@@ -56,6 +55,7 @@ class Experts(nn.Module):
     but neither sorts nor sends.
     """
 
+    init_rules = expert_rules
     recompute: Recompute = PLAIN
     kernels: Kernels = PLAIN_KERNELS
     fp8: Fp8Products | None = None  # set by checkpointing/fp8.py
@@ -85,12 +85,6 @@ class Experts(nn.Module):
         *hidden, x_RD = self.recompute("expert_gemm", self._into, x_RD, groups)
         return out_of_experts(tuple(hidden), self.w2, weights_RK, groups, self.fp8), x_RD
 
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rule of every parameter, by name below the experts."""
-        into = ("w1", "w3") if self.config.moe.activation == "swiglu" else ("w1",)
-        rules: dict[str, Rule] = {name: input_rule(self.config) for name in into}
-        return rules | {"w2": output_rule(self.config)}
-
     def _into(self, x_RD: Tensor, groups: Groups) -> tuple[Tensor, ...]:
         return into_experts(x_RD, groups, *self._weights, fp8=self.fp8)
 
@@ -104,6 +98,8 @@ class Experts(nn.Module):
 class SharedExpert(MLP):
     """Expert that every token visits: a SwiGLU as wide as all shared experts, optionally gated."""
 
+    init_rules = shared_expert_rules
+
     def __init__(self, config: ModelConfig) -> None:
         moe = config.moe
         super().__init__(config, moe.num_shared * moe.shared_hidden_dim, "swiglu")
@@ -113,11 +109,6 @@ class SharedExpert(MLP):
         """Return the output `[..., D]` of inputs `[..., D]`."""
         y_BTD = super().forward(x_BTD)
         return y_BTD if self.gate is None else y_BTD * self.gate(x_BTD).sigmoid().to(y_BTD.dtype)
-
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rule of every parameter, by name below the expert."""
-        gate = {} if self.gate is None else {"gate.weight": input_rule(self.config)}
-        return super().init_rules() | gate
 
 
 class Dispatch(nn.Module):
@@ -188,6 +179,8 @@ class MixtureOfExperts(Tokenwise):
     a row, so recomputing `experts` alone repeats neither.
     """
 
+    init_rules = mixture_rules
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.moe = config.moe
@@ -204,17 +197,6 @@ class MixtureOfExperts(Tokenwise):
     def step(self, x_BD: Tensor, state: None) -> tuple[Tensor, None]:
         """Return the output `[B, D]` of one token, and None; nothing is dropped or counted."""
         return self._mix(*self.router(x_BD, decoding=True), decoding=True), None
-
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rule of every parameter and buffer, by name below the mixer."""
-        parts: dict[str, Router | Experts | MLP] = {"router": self.router, "experts": self.experts}
-        if self.shared is not None:
-            parts["shared"] = self.shared
-        return {
-            f"{part}.{name}": rule
-            for part, module in parts.items()
-            for name, rule in module.init_rules().items()
-        }
 
     def _mix(
         self, weights_TK: Tensor, indices_TK: Tensor, x_TD: Tensor, decoding: bool = False

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.blocks.experts.choices import columns
+from megacpp.blocks.experts.init import router_rules
 from megacpp.blocks.experts.loads import BatchLoad, DocumentLoad
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.wide_linear import wide_linear
-from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
+from megacpp.model.auxiliary import AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents, documents_of
-from megacpp.model.init import Constant, Rule
-from megacpp.model.linear_init import input_rule
 from megacpp.model.recompute import PLAIN, Recompute, recomputing
 from megacpp.torch_extras import once_differentiable
 
@@ -59,6 +58,7 @@ class Router(AuxiliarySource):
             process.
     """
 
+    init_rules = router_rules
     expert_bias: Tensor
     tokens_per_expert: Tensor
     gradient_squares: Tensor
@@ -193,11 +193,6 @@ class Router(AuxiliarySource):
                 load_TE = self.document_load(plain_TK, docs, self.weight.dtype)
                 losses["sequence"] = switch_loss(p_TE, load_TE, moe.top_k, moe.sequence_loss)
         return losses
-
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rule of every parameter and buffer, by name below the router."""
-        zeros = ("expert_bias", "tokens_per_expert", "gradient_squares", *BUFFERS)
-        return {"weight": input_rule(self.config), **{name: Constant(0.0) for name in zeros}}
 
     def _by_kernels(self, logits_TE: Tensor) -> bool:
         """Return whether Triton kernels take over behind the product; else torch's operators."""

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.blocks.gated_deltanet.descriptor import GATED_DELTANET
+from megacpp.blocks.gated_deltanet.init import gated_deltanet_rules
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.gated_delta_rule.chunks import gated_delta_rule
@@ -30,8 +31,6 @@ from megacpp.kernels.linears import linears
 from megacpp.kernels.recurrent_gates import decay, gated_ranks
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract
-from megacpp.model.init import LogUniform, Rule, TimeStepBias
-from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.recurrent_decoding import RecurrentDecoding
@@ -50,6 +49,7 @@ class GatedDeltaNet(RecurrentDecoding, Fp32Contract):
     serves all heads.
     """
 
+    init_rules = gated_deltanet_rules
     recompute: Recompute = PLAIN
     kernels: Kernels = PLAIN_KERNELS
     thin = "in_b", "in_a"  # read x in one product
@@ -79,7 +79,7 @@ class GatedDeltaNet(RecurrentDecoding, Fp32Contract):
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """Return the output `[B, T, D]`; convolution and state restart at every document."""
         qkv, rest = self._project(x_BTD)
-        weight_C1K = stacked(*self._convs().values())
+        weight_C1K = stacked(*self.short_convs().values())
         qkv_BTC = self.convolve(torch.cat(qkv, -1), weight_C1K, docs)
         qkv = qkv_BTC.split([part.shape[-1] for part in qkv], -1)
         inputs, rest = self._inputs(qkv, rest)
@@ -89,22 +89,6 @@ class GatedDeltaNet(RecurrentDecoding, Fp32Contract):
     def head_weights(self) -> HeadTensors:
         """Return the scan's parameters: none."""
         return NO_WEIGHTS
-
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rule of every parameter, by name below the mixer."""
-        rules: dict[str, Rule] = {
-            "A_log": LogUniform(0.0, 16.0),
-            "dt_bias": TimeStepBias(1e-3, 0.1, 1e-4),
-            "norm.weight": self.norm.init_rules()["weight"],
-            "out_proj.weight": output_rule(self.config),
-        }
-        into = (name for name in GATED_DELTANET.rows(self.config) if name.startswith("in_"))
-        rules |= {name: input_rule(self.config) for name in into}
-        return rules | {f"{name}.weight": conv.rule() for name, conv in self._convs().items()}
-
-    def _convs(self) -> dict[str, ShortConv]:
-        """Return the short convolutions, in the order of the channels."""
-        return {"conv_q": self.conv_q, "conv_k": self.conv_k, "conv_v": self.conv_v}
 
     def _project(self, x_BTD: Tensor) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         """Return q, k and v, and the rest: z, b and a; the thin b and a in one product."""

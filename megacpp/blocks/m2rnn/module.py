@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.blocks.m2rnn.descriptor import M2RNN_KIND
+from megacpp.blocks.m2rnn.init import m2rnn_rules
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linears import linears
@@ -29,8 +30,6 @@ from megacpp.kernels.m2rnn.reference import m2rnn_step
 from megacpp.kernels.recurrent_gates import decay, gated_residual
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract
-from megacpp.model.init import Constant, Identity, LogUniform, Rule, TimeStepBias
-from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import NormOverHeads
 from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.recurrent_decoding import RecurrentDecoding
@@ -53,10 +52,6 @@ class DecayGate(Fp32Contract):
         """Return the forget gate `[B, T, N]` in (0, 1), in at least fp32."""
         return decay(x_BTN, self.A_log, self.dt_bias, True, self.kernels.gates)
 
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rule of every parameter."""
-        return {"A_log": LogUniform(0.0, 16.0), "dt_bias": TimeStepBias(1e-3, 0.1, 1e-4)}
-
 
 class M2RNN(RecurrentDecoding, Fp32Contract):
     """R block mixer, `[B, T, D]` to `[B, T, D]`.
@@ -65,6 +60,7 @@ class M2RNN(RecurrentDecoding, Fp32Contract):
     the forget values, and the norm over all heads at once.
     """
 
+    init_rules = m2rnn_rules
     recompute: Recompute = PLAIN
     kernels: Kernels = PLAIN_KERNELS
     thin = "in_q", "in_k", "in_forget"  # read x in one product
@@ -72,7 +68,7 @@ class M2RNN(RecurrentDecoding, Fp32Contract):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        r = config.m2rnn
+        self.config, r = config, config.m2rnn
         rows = M2RNN_KIND.rows(config)
         N = rows["in_forget.weight"]  # of the whole layer; forward goes by what its weights hold
         self.key_dim, self.value_dim = r.key_dim, r.value_dim
@@ -92,10 +88,6 @@ class M2RNN(RecurrentDecoding, Fp32Contract):
         self.D = nn.Parameter(torch.empty(N, r.value_dim))
         self.g_norm = NormOverHeads(N * r.value_dim, config.norm_eps)
         self.output_projection = nn.Linear(N * r.value_dim, config.dim, bias=False)
-        self._linear_rules = {
-            **{name: input_rule(config) for name in rows if name.startswith("in_")},
-            "output_projection.weight": output_rule(config),
-        }
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """Return the output `[B, T, D]`; convolution and state restart at every document."""
@@ -109,20 +101,6 @@ class M2RNN(RecurrentDecoding, Fp32Contract):
     def head_weights(self) -> M2RNNWeights:
         """Return the scan's parameter, under the fp32 contract."""
         return M2RNNWeights(self.state_weight)
-
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rule of every parameter, by name below the mixer."""
-        children = {"decay_gate": self.decay_gate, "g_norm": self.g_norm}
-        rules: dict[str, Rule] = {"state_weight": Identity(), "D": Constant(1.0)}
-        rules |= self._linear_rules
-        rules |= {f"{name}.weight": conv.rule() for name, conv in self._convs().items()}
-        for prefix, child in children.items():
-            rules |= {f"{prefix}.{name}": rule for name, rule in child.init_rules().items()}
-        return rules
-
-    def _convs(self) -> dict[str, ShortConv]:
-        """Return the short convolutions, in the order of the channels."""
-        return {"conv_q": self.conv_q, "conv_k": self.conv_k, "conv_v": self.conv_v}
 
     def _project(self, x_BTD: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, int]]:
         """Return the channels q | k and v, and the rest: forget, gate, number of channels of q.

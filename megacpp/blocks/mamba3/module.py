@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.blocks.mamba3.descriptor import MAMBA3
+from megacpp.blocks.mamba3.init import mamba3_rules
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linears import linears
@@ -30,8 +31,6 @@ from megacpp.kernels.mamba3.segments import SegmentSummary, fold, summarize
 from megacpp.kernels.recurrent_gates import by_triton, in_triton, steps
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.fp32 import Fp32Contract
-from megacpp.model.init import Constant, Rule, TimeStepBias
-from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.recurrent_decoding import RecurrentDecoding
@@ -43,6 +42,7 @@ from megacpp.torch_extras import autocast_dtype
 class Mamba3(RecurrentDecoding, Fp32Contract):
     """Mixer x -> in_* -> [short conv] -> scan over documents -> out_proj, all `[B, T, D]`."""
 
+    init_rules = mamba3_rules
     recompute: Recompute = PLAIN
     kernels: Kernels = PLAIN_KERNELS
     thin = "in_B", "in_C", "in_dt", "in_A", "in_trap", "in_angles"  # read x in one product
@@ -107,33 +107,6 @@ class Mamba3(RecurrentDecoding, Fp32Contract):
             norm=None if self.norm is None else self._by_head(self.norm.weight),
             norm_eps=self.config.norm_eps,
         )
-
-    def init_rules(self) -> dict[str, Rule]:
-        """Return the rule of every parameter, by name below the mixer."""
-        m = self.mamba
-        into = input_rule(self.config)
-        rules: dict[str, Rule] = {
-            **{name: into for name in MAMBA3.rows(self.config) if name.startswith("in_")},
-            "out_proj.weight": output_rule(self.config),
-            "dt_bias": TimeStepBias(m.dt_min, m.dt_max, m.dt_init_floor),
-            "B_bias": Constant(1.0),
-            "C_bias": Constant(1.0),
-            "D": Constant(1.0),
-            "B_norm.weight": Constant(1.0),
-            "C_norm.weight": Constant(1.0),
-        }
-        if m.mimo_rank > 1:
-            share = Constant(1.0 / m.mimo_rank)
-            rules |= {"mimo_x": share, "mimo_z": Constant(1.0), "mimo_o": share}
-        if self.norm is not None:
-            rules["norm.weight"] = Constant(1.0)
-        return rules | {f"{name}.weight": conv.rule() for name, conv in self._convs().items()}
-
-    def _convs(self) -> dict[str, ShortConv]:
-        """Return the short convolutions, in the order of the channels."""
-        if not self.mamba.conv_kernel:
-            return {}
-        return {"conv_x": self.conv_x, "conv_B": self.conv_B, "conv_C": self.conv_C}
 
     def _project(self, x_BTD: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
         """Return x (the scan's V) and the channels B | C, and the rest: z, dt, A, trap, angles.
