@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from megacpp.blocks.m2rnn.descriptor import M2RNN_KIND
 from megacpp.blocks.m2rnn.init import m2rnn_rules
+from megacpp.blocks.m2rnn.states import M2RNNStates
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linears import linears
 from megacpp.kernels.m2rnn.backends import m2rnn_chunked
 from megacpp.kernels.m2rnn.chunks import StateClip
-from megacpp.kernels.m2rnn.reference import m2rnn_step
 from megacpp.kernels.recurrent_gates import decay, gated_residual
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract
@@ -35,7 +35,6 @@ from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.recurrent_decoding import RecurrentDecoding
 from megacpp.model.scan import HeadTensors, SequenceScan, TokenTensors
 from megacpp.model.short_conv import Convolve, ShortConv, stacked
-from megacpp.torch_extras import wide
 
 
 class DecayGate(Fp32Contract):
@@ -153,7 +152,7 @@ class M2RNNWeights(HeadTensors):
     w_NVV: Tensor
 
 
-class M2RNNScan(nn.Module):
+class M2RNNScan(M2RNNStates):
     """Recurrence `[B, T, N, V]`: the only submodule in which all tokens of a document meet.
 
     Attributes:
@@ -171,39 +170,6 @@ class M2RNNScan(nn.Module):
     def forward(self, inputs: M2RNNInputs, weights: M2RNNWeights, docs: Documents | None) -> Tensor:
         """Return outputs `[B, T, N, V]`."""
         return self._run(inputs, weights, docs, final_states=False)[0]
-
-    def prompt(
-        self, inputs: M2RNNInputs, weights: M2RNNWeights, docs: Documents
-    ) -> tuple[Tensor, Tensor]:
-        """Return outputs of prompts, one a row, and the state `[B, N, K, V]` behind them."""
-        return self.carried(inputs, weights, docs, self.empty_state(inputs, weights))
-
-    def token(
-        self, inputs: M2RNNInputs, weights: M2RNNWeights, state: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return `[B, 1, N, V]` behind a state `[B, N, K, V]` (None: zeros), and the next state."""
-        h_BNKV = self.empty_state(inputs, weights) if state is None else state
-        q, k, v, f = (x[:, 0] for x in inputs.tensors().values())
-        y_BNV, h_BNKV = m2rnn_step(q, k, v, f, weights.w_NVV, h_BNKV)
-        return y_BNV[:, None], h_BNKV
-
-    def empty_state(self, inputs: M2RNNInputs, weights: M2RNNWeights) -> Tensor:
-        """Zeros `[B, N, K, V]`, at least fp32."""
-        (B, _, N, V), K = inputs.v_BTNV.shape, inputs.k_BTNK.shape[-1]
-        return wide(inputs.v_BTNV).new_zeros(B, N, K, V)
-
-    def carried(
-        self, inputs: M2RNNInputs, weights: M2RNNWeights, docs: Documents, entering: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return outputs of a part of each row, and the state behind it, `[B, N, K, V]`.
-
-        Args:
-            inputs: q, k, v and f of the part.
-            weights: state weight.
-            docs: documents of the part.
-            entering: state in front of it, `[B, N, K, V]`.
-        """
-        return self._run(inputs, weights, docs, entering, by_row=True)
 
     def _run(
         self,

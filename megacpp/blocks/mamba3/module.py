@@ -7,7 +7,7 @@ weight or an activation can tell: a weight may hold some of the heads only.
 
 Legend: B rows, T tokens of a row, D model, H heads, G groups of heads that share B and C, R MIMO
 rank (1: SISO), N state size, P head dim, A rotated pairs, W inner width H P, C conv channels, S the
-channels B | C, 2 R G N of them; in a fold S rows, L segments of a row.
+channels B | C, 2 R G N of them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from megacpp.blocks.mamba3.descriptor import MAMBA3
 from megacpp.blocks.mamba3.init import mamba3_rules
+from megacpp.blocks.mamba3.states import Mamba3States
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linears import linears
 from megacpp.kernels.mamba3.chunks import mamba3_scan
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
-from megacpp.kernels.mamba3.reference import mamba3_step
-from megacpp.kernels.mamba3.segments import SegmentSummary, fold, summarize
 from megacpp.kernels.recurrent_gates import by_triton, in_triton, steps
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.fp32 import Fp32Contract
@@ -163,16 +162,10 @@ class Mamba3(RecurrentDecoding, Fp32Contract):
         return x_W.unflatten(-1, (-1, self.mamba.headdim))
 
 
-class Mamba3Scan(nn.Module):
+class Mamba3Scan(Mamba3States):
     """Recurrence `[B, T, H, P]`: the only submodule in which all tokens of a document meet."""
 
     recompute: Recompute = PLAIN
-    kernels: Kernels = PLAIN_KERNELS
-
-    def __init__(self, pairing: Pairing, chunk_size: int) -> None:
-        super().__init__()
-        self.pairing: Pairing = pairing
-        self.chunk_size = chunk_size
 
     def forward(
         self,
@@ -191,30 +184,3 @@ class Mamba3Scan(nn.Module):
         """
         given = (inputs, weights, docs, self.pairing, self.chunk_size, entering)
         return mamba3_scan(*given, recompute=self.recompute, backend=self.kernels.mamba3)[0]
-
-    def prompt(
-        self, inputs: ScanInputs, weights: HeadWeights, docs: Documents
-    ) -> tuple[Tensor, Mamba3State]:
-        """Return outputs of prompts, one a row, and the state behind them."""
-        given = inputs, weights, docs, self.pairing, self.chunk_size
-        y_BTHP, state = mamba3_scan(*given, backend=self.kernels.mamba3, with_state=True)
-        assert state is not None
-        return y_BTHP, state
-
-    def token(
-        self, inputs: ScanInputs, weights: HeadWeights, state: Mamba3State | None
-    ) -> tuple[Tensor, Mamba3State]:
-        """Return the output `[B, 1, H, P]` behind a state (None: zeros), and the next state."""
-        return mamba3_step(inputs, weights, state, self.pairing)
-
-    def summarize(
-        self, inputs: ScanInputs, weights: HeadWeights, docs: Documents
-    ) -> SegmentSummary:
-        """Return the summary of each row for the other segments, in at least fp32."""
-        return summarize(inputs, weights, docs, self.pairing)
-
-    def fold(
-        self, summaries: Sequence[SegmentSummary], carries_LS: Tensor, weights: HeadWeights
-    ) -> list[Mamba3State]:
-        """Return the state that enters each segment, in its frame, and the one behind the last."""
-        return fold(summaries, carries_LS, weights, self.pairing)
