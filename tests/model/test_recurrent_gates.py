@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.mamba3.ops import ranks
+from megacpp.kernels.mamba3.chunks import ranks
 from megacpp.kernels.recurrent_gates import gated_ranks, gated_residual
 
 FP64 = 1e-12  # two formulas of the same thing in fp64

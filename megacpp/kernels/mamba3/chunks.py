@@ -28,8 +28,9 @@ from megacpp.kernels.mamba3.inputs import (
     from_halves,
     to_halves,
 )
-from megacpp.kernels.mamba3.ops import Chunks, bias_and_rotate, carried_sum, ranks, segmented_cumsum
-from megacpp.kernels.mamba3.product import chunk_scan
+from megacpp.kernels.mamba3.mimo import MimoValues
+from megacpp.kernels.mamba3.ops import Chunks, bias_and_rotate, carried_sum, segmented_cumsum
+from megacpp.kernels.mamba3.product import Operands, chunk_scan
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents
 from megacpp.model.recompute import PLAIN, Recompute
@@ -112,7 +113,7 @@ def mamba3_chunked(
     check_contract(inputs, weights)
     with torch.autocast(inputs.V.device.type, enabled=False):
         chunks = Chunks.for_documents(docs, min(chunk_size, inputs.V.shape[1]), inputs.DT.dtype)
-        q_BHJNRC, k_BHJNRC, v_BHJRCP, sums_BHJC, log_scale_BHJC, gamma_BHJC, angle_BHA = recompute(
+        *operands, angle_BHA = recompute(
             "conv_bc",
             partial(_operands, chunks, pairing),
             inputs.Q,
@@ -127,16 +128,9 @@ def mamba3_chunked(
             weights.mimo_x,
             None if initial is None else initial.angle,
         )
+        operands = Operands(*operands)
         y_BHJRCP, last_BHNP = chunk_scan(
-            q_BHJNRC,
-            k_BHJNRC,
-            v_BHJRCP,
-            sums_BHJC,
-            log_scale_BHJC,
-            gamma_BHJC,
-            weights.D,
-            first_state(inputs, weights, initial, pairing),
-            chunks,
+            operands, weights.D, first_state(inputs, weights, initial, pairing), chunks
         )
         T, chunk = inputs.V.shape[1], chunks.size
         y_BTHRP = y_BHJRCP.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
@@ -153,7 +147,7 @@ def mamba3_chunked(
         final = Mamba3State(
             angle_BHA,
             from_halves(last_BHNP.mT, pairing),
-            from_halves(k_BHJNRC[:, :, j, :, :, c].mT, pairing),
+            from_halves(operands.k_BHJNRC[:, :, j, :, :, c].mT, pairing),
             inputs.V[:, -1],
         )
         return y_BTHP, final
@@ -174,7 +168,7 @@ def _operands(
     mimo_x: Tensor | None,
     initial_BHA: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return the inputs of `chunk_scan` (q, k, v, sums, log scale, gamma), and the last angle.
+    """Return the `Operands` of `chunk_scan`, and the last angle.
 
     `initial_BHA` is the angle that the first document of each row continues from.
     """
@@ -202,6 +196,13 @@ def _operands(
         gamma_BHJC,
         torch.remainder(angle_BHJAC[:, :, j, :, c], 2 * math.pi),
     )
+
+
+def ranks(v_BHJCP: Tensor, mimo_x_HRP: Tensor | None) -> Tensor:
+    """Return V of every rank, `[B, H, J, R, C, P]` in the dtype of v."""
+    if mimo_x_HRP is None:
+        return v_BHJCP[:, :, :, None]
+    return MimoValues.apply(v_BHJCP, mimo_x_HRP)  # type: ignore[return-value]
 
 
 def _angles(Angles: Tensor, DT_BHJC: Tensor, chunks: Chunks, initial_BHA: Tensor | None) -> Tensor:

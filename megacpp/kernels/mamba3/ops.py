@@ -1,7 +1,7 @@
 """Operations of the chunked Mamba-3 scan that plain autograd would make slow or inexact.
 
-Legend: B rows, J chunks of a row, C tokens of a chunk, H heads, R MIMO rank, N state size, P head
-dim, A rotated pairs, X whatever is carried of a head. Time is the last dim (q_BHJNRC), so that
+Legend: B rows, J chunks of a row, C tokens of a chunk, H heads, R MIMO rank, N state size, A
+rotated pairs, X whatever is carried of a head. Time is the last dim (q_BHJNRC), so that
 every elementwise pass is contiguous.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.model.documents import Documents
-from megacpp.torch_extras import once_differentiable, wide
+from megacpp.torch_extras import once_differentiable
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,33 +148,6 @@ def bias_and_rotate(
         angle_BHJAC,
         dtype,
     )
-
-
-def ranks(v_BHJCP: Tensor, mimo_x_HRP: Tensor | None) -> Tensor:
-    """Return V of every rank, `[B, H, J, R, C, P]` in the dtype of v; products are fp32 or wider.
-
-    Keeps its input as it is for backward, not what it is in fp32.
-    """
-    if mimo_x_HRP is None:
-        return v_BHJCP[:, :, :, None]
-    return _Ranks.apply(v_BHJCP, mimo_x_HRP)  # type: ignore[return-value]
-
-
-class _Ranks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, v_BHJCP: Tensor, mimo_x_HRP: Tensor) -> Tensor:
-        ctx.save_for_backward(v_BHJCP, mimo_x_HRP)
-        v_BHJ1CP, x_H1R1P = v_BHJCP[:, :, :, None], mimo_x_HRP[:, None, :, None]
-        return (v_BHJ1CP * x_H1R1P).to(v_BHJCP.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        v_BHJCP, mimo_x_HRP = ctx.saved_tensors
-        dout_BHJRCP = wide(grads[0])
-        dv_BHJCP = (dout_BHJRCP * mimo_x_HRP[:, None, :, None]).sum(3)
-        dmimo_x_HRP = (dout_BHJRCP * v_BHJCP[:, :, :, None]).sum((0, 2, 4))
-        return dv_BHJCP.to(v_BHJCP.dtype), dmimo_x_HRP
 
 
 class _SegmentedCumsum(torch.autograd.Function):

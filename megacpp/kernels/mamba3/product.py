@@ -13,48 +13,54 @@ dim; M = B H J matrices, X = R C rows. Time is the last dim of q and k.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megacpp.kernels.mamba3.ops import Chunks, carry
-from megacpp.torch_extras import once_differentiable, wide
+from megacpp.torch_extras import no_autocast, once_differentiable, wide
+
+
+class Operands(NamedTuple):
+    """Operands of the scan.
+
+    Attributes:
+        q_BHJNRC: rotated queries; q, k and v are in the dtype of matrix products.
+        k_BHJNRC: rotated keys.
+        v_BHJRCP: values.
+        sums_BHJC: log decays, summed from the start of the chunk or document; at least fp32.
+        log_scale_BHJC: log of the look-ahead weights, likewise.
+        gamma_BHJC: weight of a token for itself, likewise.
+    """
+
+    q_BHJNRC: Tensor
+    k_BHJNRC: Tensor
+    v_BHJRCP: Tensor
+    sums_BHJC: Tensor
+    log_scale_BHJC: Tensor
+    gamma_BHJC: Tensor
 
 
 def chunk_scan(
-    q_BHJNRC: Tensor,
-    k_BHJNRC: Tensor,
-    v_BHJRCP: Tensor,
-    sums_BHJC: Tensor,
-    log_scale_BHJC: Tensor,
-    gamma_BHJC: Tensor,
-    D_H: Tensor,
-    first_BHNP: Tensor,
-    chunks: Chunks,
+    operands: Operands, D_H: Tensor, first_BHNP: Tensor, chunks: Chunks
 ) -> tuple[Tensor, Tensor]:
     """Return outputs `[B, H, J, R, C, P]` and the state after each row, `[B, H, N, P]`.
 
-    q, k, v are the operands of matrix products, in their dtype; all else, the carried state
-    included, is at least fp32. Saves its inputs and the states between chunks for backward, none of
-    the C x C matrices, and finds the gradients of the decays without them: those of a row of the
-    product sum to q.dq, those of a column to k.dk (the delta of FlashAttention, arXiv 2205.14135).
+    The carried state is at least fp32. Saves its inputs and the states between chunks for backward,
+    none of the C x C matrices, and finds the gradients of the decays without them: those of a row
+    of the product sum to q.dq, those of a column to k.dk (the delta of FlashAttention, arXiv
+    2205.14135).
 
     Args:
-        q_BHJNRC: rotated queries.
-        k_BHJNRC: rotated keys.
-        v_BHJRCP: values.
-        sums_BHJC: log decays, summed from the start of the chunk or document.
-        log_scale_BHJC: log of the look-ahead weights.
-        gamma_BHJC: weight of a token for itself.
+        operands: of every chunk.
         D_H: skip of v to y.
         first_BHNP: state in front of each row.
         chunks: visibility.
     """
-    return _ChunkScan.apply(  # type: ignore[return-value]
-        q_BHJNRC, k_BHJNRC, v_BHJRCP, sums_BHJC, log_scale_BHJC, gamma_BHJC, D_H, first_BHNP, chunks
-    )
+    return _ChunkScan.apply(chunks, *operands, D_H, first_BHNP)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,18 +84,8 @@ class _Decays:
 
 class _ChunkScan(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sums: Tensor,
-        log_scale: Tensor,
-        gamma: Tensor,
-        D: Tensor,
-        first: Tensor,
-        chunks: Chunks,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, chunks: Chunks, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, sums, log_scale, gamma, D, first = tensors
         q_MNX, k_MNX, v_MXP = _matrices(q, k, v)
         # C x C matrices are the largest there are: each ends with the expression that it is in.
         inside_BHJCC = _inside(sums, log_scale, chunks)
@@ -109,24 +105,16 @@ class _ChunkScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sums, log_scale, gamma, D, states = ctx.saved_tensors
-        with torch.autocast(v.device.type, enabled=False):
-            return *_backward(q, k, v, sums, log_scale, gamma, D, states, ctx.chunks, *grads), None
+        saved = ctx.saved_tensors
+        with no_autocast(saved[0]):
+            return None, *_gradients(saved, ctx.chunks, *grads)
 
 
-def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sums: Tensor,
-    log_scale: Tensor,
-    gamma: Tensor,
-    D: Tensor,
-    states: Tensor,
-    chunks: Chunks,
-    dy: Tensor,
-    dlast_BHNP: Tensor,
+def _gradients(
+    saved: Sequence[Tensor], chunks: Chunks, dy: Tensor, dlast_BHNP: Tensor
 ) -> tuple[Tensor, ...]:
+    """Return those of the operands, of D and of the first state."""
+    q, k, v, sums, log_scale, gamma, D, states = saved
     dtype = v.dtype
     q_MNX, k_MNX, v_MXP = _matrices(q, k, v)
     dy_MXP = dy.reshape(v_MXP.shape)
