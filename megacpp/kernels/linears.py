@@ -6,8 +6,10 @@
     gated_linear    w2 h with h = silu(gate) * up or relu(gate)^2, a feed-forward's second half,
                     without saving h: the backward makes it again from gate and up, the only two
                     saved activations of hidden width
+    wide_linear     a router's product: its weight is wider than its input, of which no wide copy is
+                    kept
 
-Legend: S rows, D input width, O outputs of one layer, F hidden.
+Legend: S rows, D input width, O outputs of one layer, F hidden; of a router T rows, E outputs.
 """
 
 from __future__ import annotations
@@ -38,25 +40,16 @@ def linears(
         layers: n of them, `[..., D]` to `[..., O]`.
         thin: weights of several layers, one below the other, `[O, D]`.
         linear: product with them.
-        one_tensor: see `products`.
+        one_tensor: results may be columns of one tensor, whose memory is freed with the last of
+            them: one product, if autocast casts weights. FSDP2 gathers them to memories apart.
     """
     plain = all(is_plain(layer) and layer.bias is None for layer in layers)
     if not plain or linear is not F.linear:
         last = () if thin is None else (linear(x, thin),)
         return *(layer(x) for layer in layers), *last
-    weights = [layer.weight for layer in layers]
-    return products(x, *weights, *(() if thin is None else (thin,)), one_tensor=one_tensor)
-
-
-def products(x: Tensor, *weights: Tensor, one_tensor: bool = False) -> tuple[Tensor, ...]:
-    """Return `F.linear(x, w)` of each weight, cast as autocast casts it.
-
-    Args:
-        x: `[..., D]`.
-        weights: each `[O, D]`.
-        one_tensor: results may be columns of one tensor, whose memory is freed with the last of
-            them: one product, if autocast casts weights. FSDP2 gathers them to memories apart.
-    """
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    if thin is not None:
+        weights.append(thin)
     if len(weights) == 1:
         return (F.linear(x, weights[0]),)
     dtype = autocast_dtype(x)
@@ -123,6 +116,24 @@ def gate_gradients(
     if up is None:
         return torch.ops.aten.threshold_backward((2.0 * active).mul_(dh), active, 0.0), None
     return torch.ops.aten.silu_backward(dh * up, gate), active.mul_(dh)
+
+
+def wide_linear(x_TD: Tensor, weight_ED: Tensor, backend: str = "torch") -> tuple[Tensor, Tensor]:
+    """Return x W^T `[T, E]` in the dtype of the weight, saving `x` in its own, and x itself.
+
+    Backward adds the gradient of the second result to that of the product in one pass. By torch
+    the product is bit for bit `F.linear(x.to(weight.dtype), weight)`, of which autograd would keep
+    the wide copy. The kernels read `x` as it is, and write no wide copy either.
+
+    Args:
+        x_TD: input.
+        weight_ED: weight.
+        backend: `triton` takes the kernels where x has 16 bits and the weight 32.
+    """
+    narrow = x_TD.dtype in (torch.bfloat16, torch.float16) and weight_ED.dtype == torch.float32
+    kernels = backend == "triton" and narrow and not torch.compiler.is_compiling()
+    with torch.autocast(x_TD.device.type, enabled=False):
+        return _WideLinear.apply(x_TD, weight_ED, kernels)  # type: ignore[return-value]
 
 
 class _Products(torch.autograd.Function):
@@ -200,6 +211,39 @@ class _GatedLinear(torch.autograd.Function):
         if need_gate or need_up:
             dgate, dup = gate_gradients(of_product(), acted, gate, up)
         return dgate, dw_DF, dup, None
+
+
+class _WideLinear(torch.autograd.Function):
+    """Product y = x w^T of a narrow x and a wide w; x is a second result."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, kernels: bool) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x_TD, weight_ED)
+        ctx.set_materialize_grads(False)
+        ctx.kernels = kernels
+        if kernels:
+            from megacpp.kernels import triton_wide_linear
+
+            return triton_wide_linear.forward(x_TD, weight_ED), x_TD.detach()
+        return F.linear(x_TD.to(weight_ED.dtype), weight_ED), x_TD.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad_TE, beside_TD), (x_TD, weight_ED) = grads, ctx.saved_tensors
+        need_x, need_weight = needs_input_grad_now(ctx)[:2]
+        if grad_TE is None:  # nothing learns from the product
+            return beside_TD, None, None
+        if ctx.kernels:
+            from megacpp.kernels import triton_wide_linear as fused
+
+            dx_TD = fused.input_gradient(grad_TE, weight_ED, x_TD, beside_TD) if need_x else None
+            return dx_TD, (fused.weight_gradient(grad_TE, x_TD) if need_weight else None), None
+        with torch.autocast(x_TD.device.type, enabled=False):
+            dx_TD = grad_TE.mm(weight_ED).to(x_TD.dtype) if need_x else None
+            dx_TD = dx_TD if dx_TD is None or beside_TD is None else dx_TD.add_(beside_TD)
+            dw_ED = grad_TE.T.mm(x_TD.to(weight_ED.dtype)) if need_weight else None
+        return dx_TD, dw_ED, None
 
 
 def in_triton() -> Any:

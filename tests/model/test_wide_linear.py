@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from megacpp.kernels.linears import linears
-from megacpp.kernels.wide_linear import wide_linear
+from megacpp.kernels.linears import linears, wide_linear
 from tests.model.in_child import run_cases
 from tests.model.machine_code import compiled
 

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from megacpp.kernels.wide_linear import wide_linear
+from megacpp.kernels.linears import wide_linear
 from tests.model.triton_interpreter import mend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -20,9 +20,9 @@ from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.attention.decoding import rotary_table_at
 from megacpp.blocks.attention.rope import rotary_table
 from megacpp.config.schema import ModelConfig
+from megacpp.kernels.linears import wide_linear
 from megacpp.kernels.sparse_attention.indexer import choose_keys
 from megacpp.kernels.sparse_attention.indexer_loss import Target, indexer_loss
-from megacpp.kernels.wide_linear import wide_linear
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract

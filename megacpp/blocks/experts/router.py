@@ -18,7 +18,7 @@ from megacpp.blocks.experts.init import router_rules
 from megacpp.blocks.experts.loads import BatchLoad, DocumentLoad
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.wide_linear import wide_linear
+from megacpp.kernels.linears import wide_linear
 from megacpp.model.auxiliary import AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.recompute import PLAIN, Recompute, recomputing
