@@ -39,7 +39,8 @@ from torch import Tensor
 
 from megacpp.blocks.experts.module import Arrived
 from megacpp.kernels.experts.copies import gather_rows, group_rows_of_sizes, spread_rows
-from megacpp.kernels.experts.rows import Groups, group_rows, group_rows_to_capacity, sum_rows
+from megacpp.kernels.experts.rows import Groups, group_rows, sum_rows
+from megacpp.kernels.experts.without_slot import group_rows_to_capacity
 from megacpp.torch_extras import listed
 from parallel.all_to_all import send_rows, send_rows_plain
 from parallel.collectives import gather_plain

@@ -19,10 +19,10 @@ from megacpp.kernels.experts.reference import experts_reference
 from megacpp.kernels.experts.rows import (
     Groups,
     group_rows,
-    group_rows_to_capacity,
     sum_rows,
     weigh_slots,
 )
+from megacpp.kernels.experts.without_slot import group_rows_to_capacity
 from tests.differences import largest, relative
 
 

@@ -20,10 +20,10 @@ from megacpp.kernels.experts import rows, triton_rows
 from megacpp.kernels.experts.rows import (
     Groups,
     group_rows,
-    group_rows_to_capacity,
     weigh_slots,
 )
 from megacpp.kernels.experts.sizes import most_slots
+from megacpp.kernels.experts.without_slot import group_rows_to_capacity
 from megacpp.model.init import initialise
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

@@ -20,8 +20,8 @@ from megacpp.kernels.experts.grouped_mm import (
 from megacpp.kernels.experts.rows import (
     Groups,
     group_rows,
-    group_rows_to_capacity,
 )
+from megacpp.kernels.experts.without_slot import group_rows_to_capacity
 
 FP64 = 1e-12  # two formulas of one sum in fp64; entries are of order 1 to 10
 

@@ -31,9 +31,9 @@ from megacpp.kernels.experts.copies import spread_rows
 from megacpp.kernels.experts.grouped_mm import outer_products, products
 from megacpp.kernels.experts.rows import (
     group_rows,
-    group_rows_to_capacity,
     sum_rows,
 )
+from megacpp.kernels.experts.without_slot import group_rows_to_capacity
 from megacpp.model.documents import Documents
 from megacpp.model.flops import block_flops
 from megacpp.model.init import initialise

@@ -27,10 +27,10 @@ from megacpp.kernels.experts.mlp import into_experts, out_of_experts
 from megacpp.kernels.experts.rows import (
     Groups,
     group_rows,
-    group_rows_to_capacity,
     sum_rows,
     weigh_slots,
 )
+from megacpp.kernels.experts.without_slot import group_rows_to_capacity
 from megacpp.model.documents import Documents
 from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.tokenwise import Tokenwise

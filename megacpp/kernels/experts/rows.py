@@ -67,36 +67,23 @@ def group_rows(
 
         return Groups(*triton_rows.group(expert_TK, num_experts, multiple, expected is not None))
     if expected is not None:
-        return _group_owned(expert_TK, num_experts, multiple)
-    _, order_N, slot_N, padded_E = _padded(expert_TK, num_experts, multiple)
-    slots = _slots(padded_E, len(slot_N), multiple)
+        from megacpp.kernels.experts.without_slot import group_owned
+
+        return group_owned(expert_TK, num_experts, multiple)
+    _, order_N, slot_N, padded_E = padded_slots(expert_TK, num_experts, multiple)
+    slots = slots_of(padded_E, len(slot_N), multiple)
     token_S = slot_N.new_zeros(slots).scatter_(0, slot_N, order_N // expert_TK.shape[1])
     return Groups(unsort(slot_N, order_N, expert_TK), token_S, padded_E)
 
 
-def _group_owned(expert_TK: Tensor, num_experts: int, multiple: int) -> Groups:
-    """Group copies some of which are of no expert; slots past the groups are of none either.
-
-    A token chooses an expert once, so it has no more copies than there are experts.
-    """
-    sorted_N, order_N, slot_N, padded_E = _padded(expert_TK, num_experts, multiple)
-    kept_N = sorted_N < num_experts
-    slots = _slots(padded_E, len(expert_TK) * min(expert_TK.shape[1], num_experts), multiple)
-    token_S = slot_N.new_zeros(slots + 1)  # the last slot takes what has none
-    token_S.scatter_(0, torch.where(kept_N, slot_N, slots), order_N // expert_TK.shape[1])
-    slot_KT = unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
-    counts_X = torch.cat([padded_E, (slots - padded_E.sum()).view(1)])
-    return Groups(slot_KT, token_S[:-1], counts_X, unsort(kept_N, order_N, expert_TK))
-
-
-def _padded(
+def padded_slots(
     expert_TK: Tensor, num_experts: int, multiple: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `_sort`'s ids and copies, the slots of these, and the slots of each expert.
+    """Return `sort_copies`'s ids and copies, the slots of these, and the slots of each expert.
 
     A copy of no expert has a slot past the others.
     """
-    sorted_N, order_N, first_X = _sort(expert_TK, num_experts)
+    sorted_N, order_N, first_X = sort_copies(expert_TK, num_experts)
     minus_size_X = first_X[:-1] - first_X[1:]  # 0 in front of that of expert 0
     padding_X = minus_size_X.remainder(multiple)
     shift_N = padding_X.cumsum(0)[sorted_N]  # padding of the experts before
@@ -104,28 +91,11 @@ def _padded(
     return sorted_N, order_N, slot_N, padding_X[1:] - minus_size_X[1:]
 
 
-def _slots(padded_E: Tensor, copies: int, multiple: int) -> int:
+def slots_of(padded_E: Tensor, copies: int, multiple: int) -> int:
     """Return the slots of groups of these sizes; where the host can't see them, the most."""
     if padded_E.device.type == "cpu":
         return int(padded_E.sum())
     return most_slots(len(padded_E), copies, multiple)
-
-
-def group_rows_to_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -> Groups:
-    """Return groups of exactly `capacity` slots; copies past that are dropped, latest first.
-
-    Shapes are static and the host never waits. A copy for expert `num_experts` has no slot.
-    Dropping by token order keeps a causal model causal: no token can lose its place to a later one.
-    """
-    sorted_N, order_N, first_X = _sort(expert_TK, num_experts)
-    place_N = torch.arange(len(sorted_N), device=sorted_N.device) - first_X[1:][sorted_N]
-    kept_N = (place_N < capacity) & (sorted_N < num_experts)
-    slot_N = sorted_N * capacity + place_N
-    slots = num_experts * capacity
-    token_S = slot_N.new_zeros(slots + 1)  # the last slot takes dropped copies
-    token_S.scatter_(0, torch.where(kept_N, slot_N, slots), order_N // expert_TK.shape[1])
-    slot_KT = unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
-    return Groups(slot_KT, token_S[:-1], None, unsort(kept_N, order_N, expert_TK))
 
 
 def weigh_slots(weights_TK: Tensor, groups: Groups) -> Tensor:
@@ -150,7 +120,7 @@ def sum_rows(
     return _Sum.apply(rows_SD, plus_TD, groups, dtype)  # type: ignore[return-value]
 
 
-def _sort(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_copies(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return expert ids and copies in expert order (by token within), and each expert's first.
 
     The latter `[E + 2]` begins with a 0 and ends with the number of copies that have an expert.
