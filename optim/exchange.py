@@ -181,12 +181,6 @@ class CommBucket:
     blocks: list[PackedBuffer]
     aside: list[PackedBuffer]
 
-    @property
-    def copied(self) -> list[tuple[SolveBatch, int]]:
-        """Batches with the cells copied to assemble each; 0 if it arrives contiguous."""
-        both = zip(self.batches, self.sources, strict=True)
-        return [(batch, batch.cells if len(runs) > 1 else 0) for batch, runs in both]
-
     def solve(self, arrived: Tensor, function: Callable[[SolveBatch, Tensor], Tensor]) -> Tensor:
         """Solve the matrices owned by this rank and return the results `[N]`, packed by rank.
 
@@ -241,11 +235,6 @@ class CopyRun(NamedTuple):
         """
         jobs = x_KRC[self.first : self.last].reshape(-1, *self.jobs)
         return jobs if self.where is None else jobs[(slice(None), *self.where)]
-
-    def with_next(self, other: CopyRun) -> CopyRun | None:
-        """Return both runs as one if `other` follows in buffer and batch, otherwise None."""
-        beside = (self.past, self.last, *self[4:]) == (other.start, other.first, *other[4:])
-        return self._replace(past=other.past, last=other.last) if beside else None
 
 
 def _assembled(batch: SolveBatch, runs: Sequence[CopyRun], arrived: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from megacpp.memory.forms.muon import (
     packing_bytes,
     step_peak_bytes,
 )
-from optim.exchange import PackedBuffer, SolveBatch
+from optim.exchange import CommBucket, PackedBuffer, SolveBatch
 from optim.newton_schulz import CPU_BATCH_BYTES, CUDA_BATCH_BYTES, Coefficients, least_batch
 from optim.ownership import Job, MatrixView, buckets_of, choose_owners, fingerprint, jobs_of, loads
 from optim.packing import MatrixKind, RankContext, comm_bucket, local_jobs
@@ -206,7 +206,7 @@ class MuonPlan:
                 w.returned.cells * e.wire.itemsize,
                 w.arriving.cells * e.wire.itemsize,
                 packing(w.blocks),
-                max((_solving_bytes(b, c, e.wire, cuda) for b, c in w.copied), default=0),
+                max((_solving_bytes(b, c, e.wire, cuda) for b, c in _copied(w)), default=0),
                 packing(w.aside),
             )
             for e in self.exchanges
@@ -227,6 +227,12 @@ class MuonPlan:
         number = block.pieces[0].job.parameter
         widths = momenta[number].itemsize, self.matrices[number].parameter.itemsize
         return packing_bytes(block.cells, *widths)
+
+
+def _copied(bucket: CommBucket) -> list[tuple[SolveBatch, int]]:
+    """Return batches with the cells copied to assemble each; 0 if it arrives contiguous."""
+    both = zip(bucket.batches, bucket.sources, strict=True)
+    return [(batch, batch.cells if len(runs) > 1 else 0) for batch, runs in both]
 
 
 def _solving_bytes(batch: SolveBatch, copied: int, wire: torch.dtype, cuda: bool) -> int:

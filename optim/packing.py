@@ -171,12 +171,16 @@ def runs_of(batches: Sequence[SolveBatch], split: SplitBuffer) -> list[list[Copy
             CopyRun(start, past, first, first + job.count, job.region.shape, where, shape),
             found[number],
         )
-        joined = runs[-1].with_next(run) if runs else None
-        if joined:
-            runs[-1] = joined
+        if runs and _follows(run, runs[-1]):
+            runs[-1] = runs[-1]._replace(past=run.past, last=run.last)
         else:
             runs.append(run)
     return found
+
+
+def _follows(run: CopyRun, other: CopyRun) -> bool:
+    """Return whether a run of the same cells follows another in buffer and batch."""
+    return (other.past, other.last, *other[4:]) == (run.start, run.first, *run[4:])
 
 
 def _inside(job: Job, region: ShardRegion) -> JobSlice:
