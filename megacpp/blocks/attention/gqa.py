@@ -14,7 +14,7 @@ from megacpp.blocks.attention.checks import check_heads
 from megacpp.blocks.attention.config import layer_settings
 from megacpp.blocks.attention.decoding import CachedHeads
 from megacpp.blocks.attention.init import grouped_query_rules
-from megacpp.blocks.attention.logits import LogitRecorder
+from megacpp.blocks.attention.logits import LogitRecorder, observe_logits
 from megacpp.blocks.attention.rope import rotary_table, rotate, softmax_scale
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.attention.causal import causal_attention
@@ -22,7 +22,7 @@ from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linears import linears
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.norm import NormOverHeads, RMSNorm
-from megacpp.model.recompute import PLAIN, Recompute, recomputing
+from megacpp.model.recompute import PLAIN, Recompute
 
 if TYPE_CHECKING:
     from megacpp.blocks.attention.mla import MultiHeadLatentAttention
@@ -37,6 +37,7 @@ class CoreAttention(nn.Module):
         recorder: records the largest logits of training forwards; None: nothing is recorded.
     """
 
+    observe = observe_logits
     recompute: Recompute = PLAIN
     kernels: Kernels = PLAIN_KERNELS
 
@@ -78,29 +79,10 @@ class CoreAttention(nn.Module):
             keys: documents of the S key tokens (None: those of the queries).
             share: which of how many equal shares of the heads these are.
         """
-        self.observe(q_BTNH, k_BSKH, docs, docs if keys is None else keys, share)
+        if self.recorder is not None:
+            self.observe(q_BTNH, k_BSKH, docs, docs if keys is None else keys, share)
         settings = docs, self.scale, self.softcap, self.kernels.attention, keys
         return self.recompute("core_attn", causal_attention, q_BTNH, k_BSKH, v_BSKV, *settings)
-
-    def observe(
-        self,
-        q_BTNH: Tensor,
-        k_BSKH: Tensor,
-        queries: Documents,
-        keys: Documents,
-        share: tuple[int, int] = (0, 1),
-    ) -> None:
-        """Pass queries and keys of a training forward to the recorder; see `LogitRecorder.record`.
-
-        Args:
-            q_BTNH: queries.
-            k_BSKH: keys among which those of the queries are.
-            queries: documents of the queries.
-            keys: documents of the keys.
-            share: (i, n): these are the i-th of n equal parts of the process's heads.
-        """
-        if self.recorder is not None and self.training and not recomputing():
-            self.recorder.record(q_BTNH, k_BSKH, queries, keys, share)
 
 
 class GroupedQueryAttention(CachedHeads):

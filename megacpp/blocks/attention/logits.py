@@ -12,7 +12,7 @@ heads that share one, H query/key head dim, P parts of H, X heads of one kind.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from torch import Tensor
 from megacpp.kernels.attention.causal import document_mask
 from megacpp.kernels.attention.softcap import BLOCK, block_logits
 from megacpp.model.documents import Documents
+from megacpp.model.recompute import recomputing
+
+if TYPE_CHECKING:
+    from megacpp.blocks.attention.gqa import CoreAttention
 
 Statistic = Literal["bound", "max"]
 
@@ -117,6 +121,28 @@ class LogitRecorder:
             all_PX[:, index * heads : (index + 1) * heads] = new_PX
             new_PX = all_PX
         return new_PX if old is None else torch.maximum(old, new_PX)
+
+
+def observe_logits(
+    core: CoreAttention,
+    q_BTNH: Tensor,
+    k_BSKH: Tensor,
+    queries: Documents,
+    keys: Documents,
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Pass queries and keys of a training forward to the recorder of `core`, if it has one.
+
+    Args:
+        core: attention of a layer.
+        q_BTNH: queries.
+        k_BSKH: keys among which those of the queries are.
+        queries: documents of the queries.
+        keys: documents of the keys.
+        share: (i, n): these are the i-th of n equal parts of the process's heads.
+    """
+    if core.recorder is not None and core.training and not recomputing():
+        core.recorder.record(q_BTNH, k_BSKH, queries, keys, share)
 
 
 def largest_norms(x_BTXH: Tensor, parts: Sequence[int]) -> Tensor:
