@@ -17,15 +17,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3, Mamba3Scan
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.mamba3.inputs import (
-    HeadWeights,
-    Mamba3State,
-    Pairing,
-    ScanInputs,
-    from_halves,
-    to_halves,
-)
+from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.mamba3.library import mimo_scan, siso_scan
+from megacpp.kernels.mamba3.ops import from_halves, to_halves
 from megacpp.kernels.mamba3.segments import fold, summarize
 from megacpp.model.documents import Documents
 from parallel.context.layout import ContextLayout, Order

@@ -19,15 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.kernels.mamba3.inputs import (
-    HeadWeights,
-    Mamba3State,
-    Pairing,
-    ScanInputs,
-    check_contract,
-    from_halves,
-    to_halves,
-)
+from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.kernels.mamba3.ops import check_contract, from_halves, to_halves
 from megacpp.kernels.mamba3.segments import fold, per_head, summarize, turned
 from megacpp.model.documents import Documents
 from megacpp.torch_extras import once_differentiable, wide

@@ -19,17 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.mamba3.inputs import (
-    HeadWeights,
-    Mamba3State,
-    Pairing,
-    ScanInputs,
+from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.kernels.mamba3.mimo import MimoValues
+from megacpp.kernels.mamba3.ops import (
+    Chunks,
+    bias_and_rotate,
+    carried_sum,
     check_contract,
     from_halves,
+    segmented_cumsum,
     to_halves,
 )
-from megacpp.kernels.mamba3.mimo import MimoValues
-from megacpp.kernels.mamba3.ops import Chunks, bias_and_rotate, carried_sum, segmented_cumsum
 from megacpp.kernels.mamba3.product import Operands, chunk_scan
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents

@@ -8,7 +8,7 @@ upstream's kernels name them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -117,24 +117,3 @@ class Mamba3State(RowTensors):
             kind.new_zeros(B, H, rank, d_state),
             torch.zeros_like(v),
         )
-
-
-_WEIGHTS = tuple(f.name for f in fields(HeadWeights))
-
-
-def check_contract(inputs: ScanInputs, weights: HeadWeights) -> None:
-    """Assert that decays, steps and parameters are in at least fp32: else it is a bug elsewhere."""
-    named = [(name, getattr(weights, name)) for name in _WEIGHTS]  # torch 2.11 compiles no `vars`
-    for name, x in [("ADT", inputs.ADT), ("DT", inputs.DT), *named]:
-        if isinstance(x, Tensor):
-            assert x.dtype in (torch.float32, torch.float64), f"Mamba-3 scan: {name} is {x.dtype}"
-
-
-def to_halves(x_N: Tensor, pairing: Pairing) -> Tensor:
-    """Return x with its last dim reordered so that partners are N/2 apart."""
-    return x_N if pairing == "half" else x_N.unflatten(-1, (-1, 2)).mT.flatten(-2)
-
-
-def from_halves(x_N: Tensor, pairing: Pairing) -> Tensor:
-    """Return x with its last dim in the order of `pairing`, the inverse of `to_halves`."""
-    return x_N if pairing == "half" else x_N.unflatten(-1, (2, -1)).mT.flatten(-2)

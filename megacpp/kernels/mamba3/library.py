@@ -25,13 +25,8 @@ import torch
 from torch import Tensor
 
 from megacpp.kernels.mamba3.carried import carried_outputs, final_state
-from megacpp.kernels.mamba3.inputs import (
-    HeadWeights,
-    Mamba3State,
-    Pairing,
-    ScanInputs,
-    check_contract,
-)
+from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.kernels.mamba3.ops import check_contract
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents
 from megacpp.torch_extras import wide

@@ -7,13 +7,14 @@ every elementwise pass is contiguous.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp.kernels.mamba3.inputs import HeadWeights, Pairing, ScanInputs
 from megacpp.model.documents import Documents
 from megacpp.torch_extras import once_differentiable
 
@@ -64,6 +65,27 @@ class Chunks:
     def same(self, lag: int) -> Tensor:
         """Return [B, J, C - lag]: 1.0 where t and t - lag are of the same document, else 0.0."""
         return self.before_BJCC.diagonal(-lag, -2, -1)
+
+
+_WEIGHTS = tuple(f.name for f in fields(HeadWeights))
+
+
+def check_contract(inputs: ScanInputs, weights: HeadWeights) -> None:
+    """Assert that decays, steps and parameters are in at least fp32: else it is a bug elsewhere."""
+    named = [(name, getattr(weights, name)) for name in _WEIGHTS]  # torch 2.11 compiles no `vars`
+    for name, x in [("ADT", inputs.ADT), ("DT", inputs.DT), *named]:
+        if isinstance(x, Tensor):
+            assert x.dtype in (torch.float32, torch.float64), f"Mamba-3 scan: {name} is {x.dtype}"
+
+
+def to_halves(x_N: Tensor, pairing: Pairing) -> Tensor:
+    """Return x with its last dim reordered so that partners are N/2 apart."""
+    return x_N if pairing == "half" else x_N.unflatten(-1, (-1, 2)).mT.flatten(-2)
+
+
+def from_halves(x_N: Tensor, pairing: Pairing) -> Tensor:
+    """Return x with its last dim in the order of `pairing`, the inverse of `to_halves`."""
+    return x_N if pairing == "half" else x_N.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
 def segmented_cumsum(x_BHJAC: Tensor, chunks: Chunks) -> Tensor:

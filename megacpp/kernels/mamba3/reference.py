@@ -19,15 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.mamba3.inputs import (
-    HeadWeights,
-    Mamba3State,
-    Pairing,
-    ScanInputs,
-    check_contract,
-    from_halves,
-    to_halves,
-)
+from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.kernels.mamba3.ops import check_contract, from_halves, to_halves
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents
 from megacpp.torch_extras import wide

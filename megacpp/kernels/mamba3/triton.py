@@ -21,13 +21,8 @@ from torch import Tensor
 
 from megacpp.kernels.mamba3.carried import final_state
 from megacpp.kernels.mamba3.chunks import first_state
-from megacpp.kernels.mamba3.inputs import (
-    HeadWeights,
-    Mamba3State,
-    Pairing,
-    ScanInputs,
-    check_contract,
-)
+from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.kernels.mamba3.ops import check_contract
 from megacpp.kernels.mamba3.triton_launch import Scan, ScanPlan
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.kernels.strides import side_by_side
