@@ -6,7 +6,7 @@ megacpp/model/upstream.py maps both ways. Heads are counted by the shapes of wei
 activations, which may hold some of the heads only.
 
 Legend: B rows, T tokens of a row, D model, H key heads, N value heads (N / H neighbours share a key
-head), K key, V value, C convolved channels q | k | v, X = N V, S segments, L of them in a row.
+head), K key, V value, C convolved channels q | k | v, X = N V.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from megacpp.blocks.gated_deltanet.descriptor import GATED_DELTANET
 from megacpp.blocks.gated_deltanet.init import gated_deltanet_rules
+from megacpp.blocks.gated_deltanet.states import GatedDeltaStates
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.gated_delta_rule.chunks import gated_delta_rule
-from megacpp.kernels.gated_delta_rule.reference import gated_delta_step
-from megacpp.kernels.gated_delta_rule.segments import DeltaRuleSummary, DeltaState, fold, summarize
+from megacpp.kernels.gated_delta_rule.segments import DeltaState
 from megacpp.kernels.linears import linears
 from megacpp.kernels.recurrent_gates import decay, gated_ranks
 from megacpp.model.documents import Documents
@@ -144,14 +144,8 @@ class DeltaInputs(TokenTensors):
         return self.q_BTHK, self.k_BTHK, self.v_BTNV, self.g_BTN, self.beta_BTN
 
 
-class GatedDeltaScan(nn.Module):
+class GatedDeltaScan(GatedDeltaStates):
     """Recurrence `[B, T, N, V]`: the only submodule in which tokens of a document meet."""
-
-    kernels: Kernels = PLAIN_KERNELS
-
-    def __init__(self, chunk_size: int) -> None:
-        super().__init__()
-        self.chunk_size = chunk_size
 
     def forward(
         self,
@@ -171,33 +165,3 @@ class GatedDeltaScan(nn.Module):
         initial_BNKV = None if entering is None else entering.S_BNKV
         given = *inputs.in_order(), docs, initial_BNKV, self.chunk_size
         return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)[0]
-
-    def prompt(
-        self, inputs: DeltaInputs, weights: HeadTensors, docs: Documents
-    ) -> tuple[Tensor, Tensor]:
-        """Return outputs of prompts, one a row, and the state `[B, N, K, V]` behind them."""
-        given = *inputs.in_order(), docs, None, self.chunk_size
-        return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)
-
-    def token(
-        self, inputs: DeltaInputs, weights: HeadTensors, state: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return `[B, 1, N, V]` behind a state `[B, N, K, V]` (None: zeros), and the next state."""
-        (B, _, N, V), K = inputs.v_BTNV.shape, inputs.k_BTHK.shape[-1]
-        S_BNKV = wide(inputs.v_BTNV).new_zeros(B, N, K, V) if state is None else state
-        q, k, v, g, beta = (x[:, 0] for x in inputs.in_order())
-        o_BNV, S_BNKV = gated_delta_step(q, k, v, g, beta, S_BNKV)
-        return o_BNV[:, None], S_BNKV
-
-    def summarize(
-        self, inputs: DeltaInputs, weights: HeadTensors, docs: Documents
-    ) -> DeltaRuleSummary:
-        """Numbers of each row that the segments on its right need, at least fp32."""
-        given = *inputs.in_order()[1:], docs, self.chunk_size
-        return summarize(*given, backend=self.kernels.gated_delta_rule)
-
-    def fold(
-        self, summaries: Sequence[DeltaRuleSummary], carries_LS: Tensor, weights: HeadTensors
-    ) -> list[DeltaState]:
-        """State that enters each segment of a row, and the one behind the last."""
-        return fold(summaries, carries_LS)
