@@ -75,6 +75,27 @@ def test_cells_measure_what_they_are_for(rehearsal: tuple[Path, dict[str, Any]])
     assert all(f"`{section}`" in table for section in COLUMNS) and "| B | profile | done |" in table
 
 
+FORKS = os.getpid()  # of the process whose forks are the cells
+
+
+def none_here() -> bool:
+    """Return that there is no GPU; an error where a driver must not start."""
+    assert os.getpid() != FORKS, "CUDA can't be used in a fork of a process that has asked for it"
+    return False
+
+
+def test_the_driver_is_asked_in_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.cuda.is_available` alone starts the driver: no cell would reach the GPU."""
+    monkeypatch.setattr(sys.modules[__name__], "FORKS", os.getpid())
+    monkeypatch.setattr(torch.cuda, "is_available", none_here)
+    monkeypatch.setattr(torch.cuda, "device_count", none_here)
+    monkeypatch.setattr("bench.gpu.__main__.run_plan", lambda *_: 7)
+    assert main(["--plan", "first", "--rehearse", "--out", str(tmp_path)]) == 7
+    assert main(["--plan", "first", "--device", "cuda"]) == 2
+
+
 @pytest.mark.parametrize("call", FIRST, ids=lambda call: call.name)
 def test_cells_fit_their_call(call: Any) -> None:
     """A command may take ten minutes; should every cell take all its time, all still run."""

@@ -19,6 +19,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -82,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{len(wheels)} wheels, {sum(w.stat().st_size for w in wheels):,} bytes")
         return 0
     try:
-        device = pick_device(options.device)
+        device = (_asked_apart if options.plan else pick_device)(options.device)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -122,6 +124,12 @@ def main(argv: list[str] | None = None) -> int:
     print(as_markdown(record.as_dict()))
     record.say(f"{len(record.rows)} rows, {len(record.skipped)} not run")
     return 0
+
+
+def _asked_apart(wanted: str) -> torch.device:
+    """Return `pick_device` of another process: a driver that was asked here is lost to forks."""
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as other:
+        return other.submit(pick_device, wanted).result()
 
 
 def _plan(options: argparse.Namespace, device: torch.device) -> int:
