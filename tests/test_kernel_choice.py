@@ -9,6 +9,7 @@ import torch
 from megacpp.config.presets import tiny
 from megacpp.config.schema import Config, KernelsConfig, MeshConfig, PrecisionConfig, TrainConfig
 from megacpp.errors import ConfigError
+from megacpp.kernels import chosen
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels, set_kernels
 from megacpp.kernels.chosen import choices, chosen_kernels, kernel_lines, kernel_record
 from megacpp.kernels.host import Host
@@ -125,3 +126,60 @@ def test_every_module_that_has_hot_operations_is_told() -> None:
     told = {type(m).__name__ for m in model.modules() if getattr(m, "kernels", None) == other}
     assert {"CoreAttention", "Mamba3Scan", "M2RNNScan", "Experts", "LanguageModelHead"} <= told
     assert not any(getattr(m, "kernels", other) != other for m in model.modules())
+
+
+PACKAGES = {"torch": "2.13.0", "triton": "3.7.1", "mamba-ssm": "2.3.2", "einops": "0.8.2"}
+
+
+def test_a_triton_that_cannot_start_is_passed_over() -> None:
+    """On a GPU whose machine has no C compiler every Triton kernel is refused, torch's is not."""
+    able = Host("cuda", "bf16", (9, 0), "NVIDIA H200", PACKAGES)
+    unable = replace(able, trouble="Failed to find C compiler.")
+    base = tiny()
+    siso = replace(base, model=replace(base.model, mamba3=replace(base.model.mamba3, d_state=64)))
+    assert choose(siso, able)["mamba3"].backend == "mamba_ssm"
+    found = choose(siso, unable)
+    assert found.pop("attention").backend == "varlen"
+    assert {c.backend for c in found.values()} == {"torch"}
+    assert "triton can't start: Failed to find C compiler." in found["gates"].reason
+    flex = replace(base.model.attention, softcap=30.0)
+    capped = replace(base, model=replace(base.model, attention=flex))
+    assert choose(capped, able)["attention"].backend == "flex"
+    assert choose(capped, unable)["attention"].backend == "torch"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "trouble"),
+    [("false", "false can't compile"), (None, "Failed to find C compiler. Please specify")],
+)
+def test_what_keeps_triton_from_starting(
+    compiler: str | None, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Triton's own build: a compiler that fails, as without Python's headers, and none."""
+    build = pytest.importorskip("triton.runtime.build")
+
+    class Driver:
+        @property
+        def active(self) -> object:
+            return build.compile_module_from_src("#include <Python.h>", f"by_{compiler}")
+
+    monkeypatch.setattr("triton.runtime.driver", Driver())
+    if compiler is None:
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setenv("PATH", "")
+    else:
+        monkeypatch.setenv("CC", compiler)
+    chosen.triton_trouble.cache_clear()
+    found = chosen.triton_trouble()
+    chosen.triton_trouble.cache_clear()
+    assert found.startswith(trouble), found
+
+
+def test_compiled_blocks_need_a_triton_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(tiny(), train=replace(tiny().train, compile="inductor"))
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(chosen, "triton_trouble", lambda: "Failed to find C compiler.")
+    with pytest.raises(ConfigError, match="triton can't start: Failed to find"):
+        chosen.check_compiler(config, gpu)
+    chosen.check_compiler(config, CPU)
+    chosen.check_compiler(tiny(), gpu)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from megacpp.config.schema import Config
+from megacpp.errors import config_error
 from megacpp.kernels.backend import Kernels
 from megacpp.kernels.host import Host, installed
 from megacpp.kernels.selection import BackendSelection, choose, plain_loss
@@ -27,8 +30,39 @@ def host_of(config: Config, device: torch.device) -> Host:
     dtype = NAMES[compute_dtype(config.precision, device)]
     if device.type != "cuda":
         return Host(device.type, dtype, name=device.type, packages=installed())
-    capability = torch.cuda.get_device_capability(device)
-    return Host("cuda", dtype, capability, torch.cuda.get_device_name(device), installed())
+    capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    return Host("cuda", dtype, capability, name, installed(), triton_trouble())
+
+
+@cache
+def triton_trouble() -> str:
+    """Return why Triton can't start on this machine's GPU; empty: it can, or it isn't installed.
+
+    What launches its kernels is C, which it compiles here against Python's headers, once.
+    """
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+    except ModuleNotFoundError:
+        return ""
+    except subprocess.CalledProcessError as error:
+        return f"{error.cmd[0]} can't compile what launches its kernels (no headers of Python?)"
+    except Exception as error:  # of each of its versions
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return ""
+
+
+def check_compiler(config: Config, device: torch.device) -> None:
+    """Check that kernels of compiled blocks can be launched.
+
+    Raises:
+        ConfigError: on a GPU they are Triton's, which can't start.
+    """
+    trouble = triton_trouble() if device.type == "cuda" else ""
+    if trouble and config.train.compile == "inductor":
+        fix = "install a C compiler and Python's headers, or use --train.compile off"
+        raise config_error("train.compile", "inductor", f"triton can't start: {trouble}", fix)
 
 
 def choices(config: Config, device: torch.device) -> dict[str, BackendSelection]:

@@ -24,6 +24,7 @@ class Host:
         capability: compute capability of the GPU; None: not known yet, nothing is refused by it.
         name: of the device, for messages.
         packages: versions of installed packages.
+        trouble: why Triton can't start there; empty: it can, or nothing has tried.
     """
 
     device: str
@@ -31,6 +32,7 @@ class Host:
     capability: tuple[int, int] | None = None
     name: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)
+    trouble: str = ""
 
 
 def installed() -> dict[str, str]:

@@ -59,11 +59,16 @@ def old_gpu(host: Host) -> str | None:
 
 
 def old_triton(host: Host) -> str | None:
-    """Return that a host has no Triton, or an older one than our kernels need; None: it has one."""
+    """Return that a host has no Triton, one that is too old or can't start; None: it has one."""
     found = host.packages.get("triton")
     if found is None or version(found) < TRITON:
         return f"needs triton {dotted(TRITON)} (installed: {found or 'none'})"
-    return None
+    return no_start(host)
+
+
+def no_start(host: Host) -> str | None:
+    """Return that Triton can't start on a host; None: it can, or nothing has tried."""
+    return f"triton can't start: {host.trouble}" if host.trouble else None
 
 
 def version(text: str) -> tuple[int, ...]:

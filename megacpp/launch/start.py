@@ -18,7 +18,13 @@ from megacpp.config.batch_schedule import BatchSchedule, batch_schedule
 from megacpp.config.checks.every import tokens_formula
 from megacpp.config.checks.mesh import batch_ranks
 from megacpp.config.schema import Config
-from megacpp.kernels.chosen import as_chosen, choices, kernel_lines, kernel_record
+from megacpp.kernels.chosen import (
+    as_chosen,
+    check_compiler,
+    choices,
+    kernel_lines,
+    kernel_record,
+)
 from megacpp.kernels.selection import BackendSelection
 from megacpp.launch.features import feature_lines
 from megacpp.launch.folder import open_folder, start_point
@@ -80,6 +86,7 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
     corpus = open_corpus(resolved.config)
     check_corpus(resolved.config, corpus)
     check_device(resolved.config, device)
+    check_compiler(resolved.config, device)
     check_sinks(resolved.config)
     tasks = task_names(resolved.config.run.tasks)
     check_code_tasks(tasks, corpus.tokenizer, "run.tasks")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from megacpp.config.schema import Config
 from megacpp.kernels.host import Host
 from megacpp.kernels.operation import Backend, Operation, definition
-from megacpp.kernels.support import always, triton_in_fp32
+from megacpp.kernels.support import always, no_start, triton_in_fp32
 
 OLDEST = "2.3.2"  # of mamba-ssm: the first on PyPI with packed rows in both kernels
 # state-spaces/mamba#997 is in the source alone, behind 2.3.2.post1, the newest on PyPI. No release
@@ -69,6 +69,8 @@ def _siso(config: Config, host: Host) -> Iterator[str]:
         yield f"is for SISO (model.mamba3.mimo_rank={m.mimo_rank})"
     yield from _hosts(host)
     yield from _older(host, "triton", TRITON)
+    if trouble := no_start(host):
+        yield trouble
     if host.capability and host.capability >= (10, 0) and _below(host, "mamba-ssm", SISO_RIGHT):
         yield (
             f"mamba-ssm {host.packages['mamba-ssm']} returns wrong outputs on compute capability "
