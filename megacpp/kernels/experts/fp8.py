@@ -121,7 +121,7 @@ def _rounded_loop(x_SD: Tensor, counts_E: Tensor | None, sizes: Sequence[int] | 
 
 @_rounded_loop.register_fake
 def _(x_SD: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x_SD)
+    return x_SD.new_empty(x_SD.shape)
 
 
 # ---- hardware -----------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def _(x_RD: Tensor, token_S: Tensor, dtype: torch.dtype) -> Tensor:
 
 @_spread_weighed.register_fake
 def _(x_RD: Tensor, token_S: Tensor, weight_S: Tensor, rows_SD: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows_SD), weight_S.new_empty(len(token_S))
+    return rows_SD.new_empty(rows_SD.shape), weight_S.new_empty(len(token_S))
 
 
 @_sum_of_slots.register_fake

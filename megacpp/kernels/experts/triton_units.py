@@ -92,7 +92,7 @@ def _units(
     kept_TK: Tensor | None,
 ) -> Tensor:
     (gate_SI, up), (S, hidden) = _as_far_apart(gate_SI, up_SI), gate_SI.shape
-    out_SI = torch.empty_like(gate_SI)
+    out_SI = gate_SI.new_empty(gate_SI.shape)
     if out_SI.numel():
         copies = _given(gate_SI, weights_TK, slot_TK, token_S, kept_TK)
         launch(
@@ -163,12 +163,12 @@ def _of_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return memory for the gradient of weights, and for the units, if wanted."""
     dweight_TK = gate_SI.new_empty(0) if weights_TK is None else torch.empty_like(weights_TK)
-    return dweight_TK, torch.empty_like(gate_SI) if wants_units else gate_SI.new_empty(0)
+    return dweight_TK, gate_SI.new_empty(gate_SI.shape if wants_units else 0)
 
 
 @_units.register_fake
 def _(gate_SI: Tensor, *_: Tensor | None) -> Tensor:
-    return torch.empty_like(gate_SI)
+    return gate_SI.new_empty(gate_SI.shape)
 
 
 @_units_backward.register_fake
