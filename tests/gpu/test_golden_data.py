@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.golden.check_gated_delta import moved_by_rounding
 from tests.golden.harness import GoldenFile
 from tests.golden.narrow import Case, cases
 from tests.golden.test_golden import owner
@@ -51,3 +52,11 @@ def test_golden_data_in_bf16(case: Case) -> None:
         pytest.skip(f"not installed: {missing}")
     off = case.run(device)
     assert off and max(off.values()) <= 1, {name: x for name, x in off.items() if not x <= 1}
+
+
+def test_rounding_is_measured_where_its_file_is() -> None:
+    """Whatever device a check makes tensors on: here one on which no number could be compared."""
+    golden = GoldenFile(next(p for p in BLOCKS if "layer" in p.name), torch.float32)
+    here = moved_by_rounding(golden, "grad_neg.x")
+    with torch.device("meta"):
+        assert 0 < moved_by_rounding(golden, "grad_neg.x") == here
