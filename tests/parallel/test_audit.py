@@ -21,6 +21,7 @@ from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from tests.parallel.parity import Run, batches_of, config_of, gradients, world_of
 from tests.ranks import on_worlds, run_ranks
+from tests.together import Together
 
 ONE = MeshConfig(dp_shard=1)
 MESHES = {
@@ -147,23 +148,31 @@ def play(rank: int, job: Job) -> Any:
     return spoiled(rank, run, job.guilty, job.bad) if job.bad else traces(rank, run)
 
 
+SOUND = {name: Job(name) for name in MESHES}
+FLIPPED = {
+    f"{name}-{when}": bad_at_the_end(name, bad)
+    for when, bad in zip(("first", "again"), BAD, strict=True)
+    for name in MESHES
+}
+
+
 @functools.cache
-def results() -> dict[Job, list[Any]]:
+def results() -> Together[Job, list[Any]]:
     """Return what each job found; meshes of one size share a fork of ranks."""
-    jobs = [Job(name) for name in MESHES]
-    jobs += [bad_at_the_end(name, bad) for name in MESHES for bad in BAD]
-    return on_worlds(play, {job: run_on(job.name).world for job in [*jobs, ALWAYS]})
+
+    def make(jobs: list[Job]) -> dict[Job, list[Any]]:
+        return on_worlds(play, {job: run_on(job.name).world for job in jobs})
+
+    return Together(__name__, [*SOUND.values(), *FLIPPED.values()], make)
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_an_audit_leaves_no_trace(name: str) -> None:
-    assert results()[Job(name)] == [[]] * run_on(name).world
+@pytest.mark.parametrize("job", SOUND.values(), ids=SOUND)
+def test_an_audit_leaves_no_trace(job: Job) -> None:
+    assert results()[job] == [[]] * run_on(job.name).world
 
 
-@pytest.mark.parametrize("bad", BAD, ids=["first", "again"])
-@pytest.mark.parametrize("name", MESHES)
-def test_a_flipped_bit_is_found_and_named(name: str, bad: range) -> None:
-    job = bad_at_the_end(name, bad)
+@pytest.mark.parametrize("job", FLIPPED.values(), ids=FLIPPED)
+def test_a_flipped_bit_is_found_and_named(job: Job) -> None:
     found, guilty = results()[job], job.guilty
     words = f"{found[guilty][0]} on rank {guilty} differs when it is computed again"
     assert {said for _, said in found} == {f"the gradient of {words}"}

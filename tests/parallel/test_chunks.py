@@ -27,6 +27,7 @@ from tests.memory.test_planner import small
 from tests.parallel.parity import Run, Slices, batches_of, config_of, error, gradients, world_of
 from tests.ranks import on_worlds
 from tests.synthetic import ragged_batch
+from tests.together import Together
 
 PIPE = MeshConfig(pp=2, dp_shard=1)
 
@@ -71,9 +72,9 @@ def alone(case: Case) -> Case:
 
 
 @functools.cache
-def results() -> dict[Case, list[Outcome]]:
-    wanted = [*CASES, *map(alone, CASES)]
-    return on_worlds(outcome, dict.fromkeys(wanted, 2))
+def results() -> Together[Case, list[Outcome]]:
+    make = lambda some: on_worlds(outcome, dict.fromkeys(some, 2))  # noqa: E731
+    return Together(__name__, CASES, make, lambda case: [alone(case)])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -35,6 +35,7 @@ from parallel.simulate.fake import fake_world, planned_model
 from parallel.start import join
 from tests.parallel.parity import CPU, Run, T, batches_of, config_of
 from tests.ranks import run_ranks
+from tests.together import Together
 
 RUNS = [
     Run("plain", MeshConfig(dp_shard=4), accum=2, optimizer="muon_adamw"),
@@ -60,10 +61,10 @@ def config_for(run: Run) -> Config:
     )
 
 
-def real_step(rank: int, _: int) -> list[dict[str, Any]]:
+def real_step(rank: int, _: int, runs: list[Run]) -> list[dict[str, Any]]:
     """The second step of each run, as train.py takes it, and what it sent and stored."""
     found = []
-    for run in RUNS:
+    for run in runs:
         found.append(_real_step(run))
         _clear_sharding_prop_cache()  # it would hand groups of this mesh to the next
     return found
@@ -110,15 +111,20 @@ def by_class(model: Any, tensors: dict[str, Any]) -> Bytes:
 
 
 @functools.cache
-def real_steps() -> list[list[dict[str, Any]]]:
-    return run_ranks(real_step, 4)
+def real_steps() -> Together[Run, list[dict[str, Any]]]:
+    def make(runs: list[Run]) -> dict[Run, list[dict[str, Any]]]:
+        of_ranks = run_ranks(real_step, 4, runs)
+        return {
+            run: list(ranks) for run, ranks in zip(runs, zip(*of_ranks, strict=True), strict=True)
+        }
+
+    return Together(__name__, RUNS, make)
 
 
-@pytest.mark.parametrize("number", range(len(RUNS)), ids=[str(run) for run in RUNS])
-def test_a_dry_run_is_the_run(number: int) -> None:
-    run = RUNS[number]
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_a_dry_run_is_the_run(run: Run) -> None:
     for rank in (0, 3) if run.mesh.pp > 1 else (3,):
-        real = real_steps()[rank][number]
+        real = real_steps()[run][rank]
         found = dry_run(config_for(run), 4, rank, dependencies())
         sent: Counter[Any] = Counter()
         for axis, kind, dtype, size in real["traffic"].elements():

@@ -19,6 +19,7 @@ from megacpp.lessons.ranks import on_worlds
 from parallel.expert.parallel import Kind
 from parallel.start import join
 from tests.differences import largest
+from tests.together import Together
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 
@@ -38,15 +39,16 @@ def cases() -> list[ExpertCase]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[ExpertCase, list[ExpertOutcome]]:
+def found() -> Together[ExpertCase, list[ExpertOutcome]]:
     join_once = functools.cache(lambda mesh: join(MESHES[mesh], CPU))
     play = lambda rank, case: outcome(case, join_once(case.mesh))  # noqa: E731
-    return on_worlds(play, {case: case.world for case in cases()})
+    make = lambda some: on_worlds(play, {case: case.world for case in some})  # noqa: E731
+    return Together(__name__, cases(), make)
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_any_mesh_is_one_process(
-    case: ExpertCase, found: dict[ExpertCase, list[ExpertOutcome]]
+    case: ExpertCase, found: Together[ExpertCase, list[ExpertOutcome]]
 ) -> None:
     """Outputs, gradients of inputs and of every parameter, counts, and the bias they move."""
     for of_rank in found[case]:

@@ -34,6 +34,7 @@ from parallel.watched_units import REST, watched_units
 from tests.figures import Record
 from tests.parallel.parity import Run, batches_of, config_of, world_of
 from tests.ranks import on_worlds
+from tests.together import Together
 
 BAD, STEPS = 1, 3  # of three steps the second
 Where = Literal["loss", "activation", "expert", "shard", "value", "forward"]
@@ -291,8 +292,11 @@ def jobs(cases: Sequence[Case]) -> list[Case]:
 
 
 @functools.cache
-def results() -> dict[Case, list[Seen]]:
-    return on_worlds(play, {case: case.run.world for case in jobs(cases())})
+def results() -> Together[Case, list[Seen]]:
+    def make(some: list[Case]) -> dict[Case, list[Seen]]:
+        return on_worlds(play, {case: case.run.world for case in jobs(some)})
+
+    return Together(__name__, cases(), make, lambda case: [without(case)])
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -38,8 +38,9 @@ from parallel.start import join
 from tests.differences import largest, relative
 from tests.model.small import small
 from tests.parallel.parity import gradients, slices
-from tests.ranks import LONG_S, run_ranks
+from tests.ranks import on_worlds
 from tests.synthetic import ragged_batch, without_labels
+from tests.together import Together
 
 CPU = torch.device("cpu")
 T, STEPS = 8, 3  # tokens of a row, optimizer steps
@@ -259,13 +260,9 @@ def reference(case: Case) -> Trace:
 
 
 @functools.cache
-def results(world: int) -> list[dict[Case, Trace]]:
-    """One fork of ranks for all pipelines on as many."""
-
-    def body(rank: int, _world: int) -> dict[Case, Trace]:
-        return {case: piped(rank, case) for case in CASES if case.world == world}
-
-    return run_ranks(body, world, timeout_s=LONG_S)
+def results() -> Together[Case, list[Trace]]:
+    make = lambda some: on_worlds(piped, {case: case.world for case in some})  # noqa: E731
+    return Together(__name__, CASES, make)
 
 
 def error(found: dict[str, Slice], expected: dict[str, Slice]) -> float:
@@ -282,7 +279,7 @@ def error(found: dict[str, Slice], expected: dict[str, Slice]) -> float:
 def test_a_pipeline_is_one_process(case: Case) -> None:
     """Losses, gradients, norms of 3 AdamW steps, parameters and routers after, evaluation."""
     expected = reference(case.alone)
-    traces = [of_rank[case] for of_rank in results(case.world)]
+    traces = results()[case]
     per_run = STEPS * case.microbatches + len(HELD_OUT)
     for trace in traces:
         assert trace.losses == pytest.approx(expected.losses, rel=TOLERANCE)

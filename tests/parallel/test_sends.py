@@ -19,6 +19,7 @@ from parallel.pipeline import SCHEDULES, Pipeline
 from parallel.start import join
 from tests.parallel.test_pipeline import CPU, Case, batches_of, build, config_of
 from tests.ranks import on_worlds
+from tests.together import Together
 
 RANKS, MICROBATCHES = 2, 8
 # Most tensors of ranks 0 and 1 that are alive behind the last action: gradients that no input
@@ -76,8 +77,9 @@ def alive_at_the_end(_rank: int, name: str) -> tuple[int, int]:
 
 
 @functools.cache
-def results() -> dict[str, list[tuple[int, int]]]:
-    return on_worlds(alive_at_the_end, dict.fromkeys(SCHEDULES, RANKS))
+def results() -> Together[str, list[tuple[int, int]]]:
+    make = lambda some: on_worlds(alive_at_the_end, dict.fromkeys(some, RANKS))  # noqa: E731
+    return Together(__name__, SCHEDULES, make)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
