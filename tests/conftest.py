@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,30 @@ SAMPLED = (
 )
 
 
-def in_part(test: str, part: str) -> bool:
-    """Return whether a part K/N has a test; one outside of SAMPLED is in all."""
+def of_part(tests: Iterable[str], part: str) -> set[str]:
+    """Return the tests of a part K/N: every N-th case of each file of SAMPLED, all others.
+
+    Tests of a file that have the same parameters mostly look at one run, so they are one case.
+    """
     number, parts = map(int, part.split("/"))
-    return not test.startswith(SAMPLED) or zlib.crc32(test.encode()) % parts == number % parts
+    places: defaultdict[str, dict[str, int]] = defaultdict(dict)  # of cases, by file
+    found = set()
+    for test in tests:
+        file, _, name = test.partition("::")
+        known = places[file]
+        place = known.setdefault(name.partition("[")[2] or name, len(known))
+        if (
+            not test.startswith(SAMPLED)
+            or (place + zlib.crc32(file.encode()) - number) % parts == 0
+        ):
+            found.add(test)
+    return found
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part = config.getoption("--part")
-    config.hook.pytest_deselected(items=[i for i in items if not in_part(i.nodeid, part)])
-    items[:] = [i for i in items if in_part(i.nodeid, part)]
+    tests = of_part((item.nodeid for item in items), config.getoption("--part"))
+    config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in tests])
+    items[:] = [i for i in items if i.nodeid in tests]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SAMPLED, in_part
+from tests.conftest import SAMPLED, of_part
 from tests.together import Together
 
 ROOT = Path(__file__).parents[1]
@@ -74,11 +74,18 @@ def test_no_extra_and_no_pin_brings_flash_linear_attention() -> None:
 
 
 def test_parts_have_each_test_once() -> None:
-    cases = [f"{folder}test_x.py::test_y{n}" for folder in SAMPLED[:1] for n in range(300)]
-    parts = [{case for case in cases if in_part(case, f"{k}/6")} for k in range(6)]
-    assert sum(map(len, parts)) == len(set.union(*parts)) == 300 and min(map(len, parts)) > 30
-    assert all(in_part(case, "0/1") for case in cases)
-    assert all(in_part("tests/test_words.py::test_x", f"{k}/6") for k in range(6))
+    tests = [f"{folder}test_x.py::test_y{n}" for folder in SAMPLED[:1] for n in range(300)]
+    short = "tests/test_words.py::test_x"
+    parts = [of_part([*tests, short], f"{k}/6") for k in range(6)]
+    assert all(len(part) == 51 and short in part for part in parts)
+    assert set.union(*parts) == of_part([*tests, short], "0/1") == {*tests, short}
+
+
+def test_tests_of_one_case_are_in_one_part() -> None:
+    tests = [f"{SAMPLED[0]}test_x.py::test_{x}[{n}-a]" for x in "yz" for n in range(12)]
+    parts = [of_part(tests, f"{k}/6") for k in range(6)]
+    assert [len({test.partition("[")[2] for test in part}) for part in parts] == [2] * 6
+    assert all(len(part) == 4 for part in parts) and set.union(*parts) == set(tests)
 
 
 def test_what_is_sampled_exists() -> None:
