@@ -51,12 +51,13 @@ def test_the_same_run(run: Run) -> None:
 def test_streams_ran_again() -> None:
     """Of every layer but the model's last, once a backward; the first and last stage of a zero
     bubble walk theirs once, others once for each half, where torch has halves."""
-    found = {str(run): [trace.again for trace in traces()[run]] for run in RUNS}
-    (tp,) = (x for name, x in found.items() if name.startswith("streams fp64 tp=2"))
-    assert all(x["read_streams"] == 4 * 3 and x["mix_streams"] == 2 * 3 for x in tp)
-    (zbv,) = (x for name, x in found.items() if "zbv" in name)
+    (by_tp,) = (run for run in RUNS if run.mesh == mesh(tp=2))
+    for trace in traces()[by_tp]:
+        assert trace.again["read_streams"] == 4 * 3 and trace.again["mix_streams"] == 2 * 3
+    (by_zbv,) = (run for run in RUNS if run.mesh.pp_schedule == "zbv")
     halves = 2 if APART else 1
-    assert sum(x["read_streams"] for x in zbv) == (1 + halves + halves + 1) * 4 * 3
+    of_ranks = [trace.again["read_streams"] for trace in traces()[by_zbv]]
+    assert sum(of_ranks) == (1 + halves + halves + 1) * 4 * 3
 
 
 def test_the_plan_leaves_connections_whole() -> None:
