@@ -7,7 +7,6 @@ sums differ by about 1e-16 of their size, so 1e-12 is a wrong formula.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,8 @@ from tests.parallel.parity import (
     slices,
     world_of,
 )
-from tests.ranks import LONG_S, run_ranks
+from tests.ranks import on_worlds
+from tests.together import Together
 
 POLICY = dataclasses.replace(KEEP, compress=0.25, compress_redraw=2)
 STEPS = 5
@@ -97,38 +97,49 @@ def one(run: Run) -> Run:
     return dataclasses.replace(run.reference, accum=run.accum)
 
 
+Job = tuple[str, str]  # names: a run and "straight" or "reference"; or the two runs of a move
+STRAIGHT = [(name, "straight") for name in RUNS]
+
+
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Trace]]:
-    """Every run and its reference, then what goes on from their checkpoints."""
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Together[Job, list[Trace]]:
+    """Runs and their references, then what goes on from their checkpoints."""
     folder = tmp_path_factory.mktemp("runs")
     runs = {**RUNS, "one": one(RUNS["fsdp2"])}
-    jobs: dict[Any, Any] = {name: (run, folder / name) for name, run in runs.items()}
-    jobs |= {("reference", name): (one(run), folder / f"of {name}") for name, run in RUNS.items()}
-    found = on_ranks(jobs)
+
     step = f"step-{SAVED:06d}"
-    moves = {(a, b): (runs[b], folder / "unused", folder / a / step) for a, b in MOVES}
-    return found | on_ranks(moves)
+
+    def beside(job: Job) -> list[Job]:
+        own = job[0], "straight"
+        return [(job[0], "reference")] if job == own else [own, ("one", "straight")]
+
+    def run_of(job: Job) -> tuple[Run, Path]:
+        name, how = job
+        alone = one(runs[name]), folder / f"of {name}"
+        return alone if how == "reference" else (runs[name], folder / name)
+
+    def make(jobs: list[Job]) -> dict[Job, list[Trace]]:
+        whole = {job: run_of(job) for job in jobs if job not in MOVES}
+        moves = {
+            (a, b): (runs[b], folder / "unused", folder / a / step)
+            for a, b in jobs
+            if (a, b) in MOVES
+        }
+        return on_ranks(whole) | on_ranks(moves)
+
+    return Together(__name__, [*STRAIGHT, *MOVES], make, beside)
 
 
-def on_ranks(jobs: Mapping[Any, tuple[Any, ...]]) -> dict[Any, list[Trace]]:
+def on_ranks(jobs: Mapping[Job, tuple[Any, ...]]) -> dict[Job, list[Trace]]:
     """Return the traces of every rank of every job, one fork of ranks per world size."""
-    found: dict[Any, list[Trace]] = {}
-    for size in sorted({job[0].world for job in jobs.values()}):
-        some = {key: job for key, job in jobs.items() if job[0].world == size}
-        body = functools.partial(_all, jobs=some)
-        of_ranks = [body(0, 1)] if size == 1 else run_ranks(body, size, timeout_s=LONG_S)
-        found |= {key: [of_rank[key] for of_rank in of_ranks] for key in some}
-    return found
+    worlds = {key: run.world for key, (run, *_) in jobs.items()}
+    return on_worlds(lambda rank, key: train(rank, *jobs[key]), worlds)
 
 
-def _all(rank: int, _world: int, jobs: dict[Any, Any]) -> dict[Any, Trace]:
-    return {key: train(rank, *job) for key, job in jobs.items()}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_mesh_is_one_process(traces: dict[Any, list[Trace]], name: str) -> None:
+@pytest.mark.parametrize("job", STRAIGHT, ids=RUNS)
+def test_a_mesh_is_one_process(traces: Together[Job, list[Trace]], job: Job) -> None:
     """Loss and norm of every step, gradients of the first, weights and moments of the last."""
-    found, (expected,) = traces[name], traces["reference", name]
+    found, (expected,) = traces[job], traces[job[0], "reference"]
     latents = [n for n in expected.gradients if n.endswith(".latent")]
     assert latents and all(expected.gradients[n].local.any() for n in latents)
     assert not any(expected.parameters[n].local.any() for n in latents)
@@ -142,12 +153,13 @@ def test_a_mesh_is_one_process(traces: dict[Any, list[Trace]], name: str) -> Non
             assert worst[0] <= 1e-12, worst
 
 
-@pytest.mark.parametrize(("a", "b"), MOVES)
-def test_a_resumed_run_goes_on(traces: dict[Any, list[Trace]], a: str, b: str) -> None:
+@pytest.mark.parametrize("move", MOVES, ids="-".join)
+def test_a_resumed_run_goes_on(traces: Together[Job, list[Trace]], move: Job) -> None:
     """On the mesh that saved to the bit; on another as close as that mesh is."""
-    (expected,) = traces["one"]
-    for found in traces[a, b]:
-        if a == b:
+    of_ranks, (expected,) = traces[move], traces["one", "straight"]
+    saver, loader = move
+    for found in of_ranks:
+        if saver == loader:
             assert found.losses == expected.losses[SAVED:]
             assert error(found.parameters, expected.parameters)[0] == 0
         assert found.losses == pytest.approx(expected.losses[SAVED:], rel=1e-12)

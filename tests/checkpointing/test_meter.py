@@ -42,7 +42,8 @@ from parallel.mesh import World
 from parallel.simulate.fake import fake_batch, fake_tensors, fake_world, planned_model
 from parallel.start import join
 from tests.model.small import small, variants
-from tests.ranks import run_ranks
+from tests.ranks import on_worlds
+from tests.together import Together
 
 CPU = torch.device("cpu")
 T = 16
@@ -332,25 +333,25 @@ def mesh_configs() -> dict[str, Config]:
     return found
 
 
-def on_real_ranks(rank: int, size: int) -> dict[str, tuple[Counter[Any], Counter[Any]]]:
-    found = {}
+def on_real_ranks(rank: int, name: str) -> tuple[Counter[Any], Counter[Any]]:
     Router._choose = even_choice  # this process is a fork
-    for name, config in mesh_configs().items():
-        found[name] = real(config, join(config.mesh, CPU))
-        _clear_sharding_prop_cache()  # it would hand groups of this mesh to the next
+    config = mesh_configs()[name]
+    found = real(config, join(config.mesh, CPU))
+    _clear_sharding_prop_cache()  # it would hand groups of this mesh to the next
     return found
 
 
 @functools.cache
-def real_ranks() -> list[dict[str, Any]]:
-    return run_ranks(on_real_ranks, 4)
+def real_ranks() -> Together[str, list[Any]]:
+    make = lambda some: on_worlds(on_real_ranks, dict.fromkeys(some, 4))  # noqa: E731
+    return Together(__name__, [*mesh_configs()], make)
 
 
 @pytest.mark.parametrize("name", mesh_configs())
 def test_fake_ranks_keep_what_real_ones_keep(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2, TP, EP and CP on forked gloo ranks, and on a fake process group."""
     monkeypatch.setattr(Router, "_choose", even_choice)
-    same(fake(mesh_configs()[name], 4, 3), real_ranks()[3][name])
+    same(fake(mesh_configs()[name], 4, 3), real_ranks()[name][3])
 
 
 # ---- one layer of each kind ---------------------------------------------------------------------

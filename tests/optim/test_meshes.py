@@ -8,10 +8,11 @@ of boxes, nor on torch's, which is wrong for shards that are uneven twice.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megacpp.config.schema import MeshConfig
 from megacpp.torch_extras import local_part
@@ -30,7 +32,8 @@ from optim.ownership import MatrixView
 from parallel.mesh import World
 from parallel.start import join
 from tests.collectives import Collective, CollectiveCounter
-from tests.ranks import run_ranks
+from tests.ranks import on_worlds, run_ranks
+from tests.together import Together
 
 CPU = torch.device("cpu")
 STEPS, MAX_NORM = 3, 0.5
@@ -291,21 +294,40 @@ def one_process() -> dict[str, dict[str, Tensor]]:
     return {name: trace(CASES, setting=setting).state for name, setting in SETTINGS.items()}
 
 
-Ran = tuple[str, list[dict[str, Trace]]]  # name of the mesh; by setting, of every rank
+class Job(NamedTuple):
+    """Name of a mesh and of a setting."""
+
+    mesh: str
+    setting: str
+
+    @property
+    def config(self) -> MeshConfig:
+        return MESHES[self.mesh][0]
 
 
-@pytest.fixture(scope="module", params=MESHES)
-def ran(request: pytest.FixtureRequest) -> Ran:
-    config, _ = MESHES[request.param]
+JOBS = {f"{mesh}-{setting}": Job(mesh, setting) for mesh in MESHES for setting in SETTINGS}
+IN_FP64 = {name: job for name, job in JOBS.items() if job.setting == "fp64"}
 
-    def body(rank: int, world: int) -> dict[str, Trace]:
-        joined, groups = join(config, CPU), [replica_group(config)]
-        return {
-            name: trace(fitting(config), joined, groups, setting=setting)
-            for name, setting in SETTINGS.items()
-        }
 
-    return request.param, run_ranks(body, ranks_of(config))
+@functools.cache
+def joined(mesh: str) -> tuple[World, list[dist.ProcessGroup]]:
+    """Return the world and the exchange groups of a mesh, in a fork of ranks."""
+    _clear_sharding_prop_cache()  # it would hand groups of the mesh before to this one
+    config, _ = MESHES[mesh]
+    return join(config, CPU), [replica_group(config)]
+
+
+def play(rank: int, job: Job) -> Trace:
+    world, groups = joined(job.mesh)
+    return trace(fitting(job.config), world, groups, setting=SETTINGS[job.setting])
+
+
+@pytest.fixture(scope="module")
+def ran() -> Together[Job, list[Trace]]:
+    def make(jobs: list[Job]) -> dict[Job, list[Trace]]:
+        return on_worlds(play, {job: ranks_of(job.config) for job in jobs})
+
+    return Together(__name__, [*JOBS.values()], make)
 
 
 def fitting(mesh: MeshConfig) -> list[str]:
@@ -348,35 +370,38 @@ def check_clipped(traces: list[Trace], names: Iterable[str]) -> None:
             assert got.numel() == 0 or (got - ours).abs().max() <= 1e-12 * ours.abs().max()
 
 
-def test_every_cell_is_on_some_rank(ran: Ran) -> None:
-    name, traces = ran
-    for case in fitting(MESHES[name][0]):
-        here = torch.cat([one["fp64"].cells[case].flatten() for one in traces]).unique()
+@pytest.mark.parametrize("job", IN_FP64.values(), ids=IN_FP64)
+def test_every_cell_is_on_some_rank(ran: Together[Job, list[Trace]], job: Job) -> None:
+    for case in fitting(job.config):
+        here = torch.cat([one.cells[case].flatten() for one in ran[job]]).unique()
         assert torch.equal(here, torch.arange(math.prod(CASES[case].shape))), case
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def test_parameters_and_state_equal_one_process(
-    ran: Ran, one_process: dict[str, dict[str, Tensor]], setting: str
+    ran: Together[Job, list[Trace]], one_process: dict[str, dict[str, Tensor]], job: Job
 ) -> None:
-    check_state([one[setting] for one in ran[1]], one_process[setting])
+    check_state(ran[job], one_process[job.setting])
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_two_exchanges_per_wave_set_of_ranks_and_step(ran: Ran, setting: str) -> None:
-    x = SETTINGS[setting]
-    for one in (ranks[setting] for ranks in ran[1]):
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_two_exchanges_per_wave_set_of_ranks_and_step(
+    ran: Together[Job, list[Trace]], job: Job
+) -> None:
+    x = SETTINGS[job.setting]
+    for one in ran[job]:
         expected = "all_to_all", torch.bfloat16 if x.wire == "bf16" else x.dtype
         found = [(call.kind, call.dtype) for call in one.collectives]
         assert found == [expected] * (2 * one.buckets * STEPS)
         if x.bucket_bytes == 1 << 20:
-            assert one.buckets == MESHES[ran[0]][1]
+            assert one.buckets == MESHES[job.mesh][1]
         else:
             assert one.buckets >= 4
 
 
-def test_norm_and_clipping_equal_one_process(ran: Ran) -> None:
-    check_clipped([one["fp64"] for one in ran[1]], fitting(MESHES[ran[0]][0]))
+@pytest.mark.parametrize("job", IN_FP64.values(), ids=IN_FP64)
+def test_norm_and_clipping_equal_one_process(ran: Together[Job, list[Trace]], job: Job) -> None:
+    check_clipped(ran[job], fitting(job.config))
 
 
 @pytest.mark.parametrize(

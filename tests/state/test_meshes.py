@@ -28,6 +28,7 @@ from tests.state.meshes import (
     state_of,
     world_of,
 )
+from tests.together import Together
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ MOVES = [  # beyond those to and from one process; never to fewer ranks
     ("efsdp2 ep2, an expert on two ranks", "efsdp2 ep2, an expert on two ranks"),
     ("tied pp2 tp2", "tied pp2 tp2"),
 ]
+Move = tuple[Layout, Layout]  # saver and loader
+BACK = [(layout, layout.alone) for layout in LAYOUTS.values()]
+ACROSS = [(LAYOUTS[a], LAYOUTS[b]) for a, b in MOVES]
 SAVED, OTHER = 1, 2  # what tensors are filled with
 
 
@@ -142,42 +146,47 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Path]:
 
 
 @pytest.fixture(scope="module")
-def loaded(paths: dict[Layout, Path]) -> dict[tuple[Layout, Layout], list[Loaded]]:
+def loaded(paths: dict[Layout, Path]) -> Together[Move, list[Loaded]]:
     """Return the results of every rank, by saver and loader."""
-    moves = [(LAYOUTS[a], LAYOUTS[b]) for a, b in MOVES]
-    moves += [(layout.alone, layout) for layout in LAYOUTS.values()]
-    back = [(layout, layout.alone) for layout in LAYOUTS.values()]
-    alone = [layout for layout in paths if layout.world == 1]
-    save_and_load(alone, [], paths)
-    found: dict[tuple[Layout, Layout], list[Loaded]] = {}
-    for world in (2, 4):
-        some = [move for move in moves if move[1].world == world]
-        here = [layout for layout in paths if layout.world == world]
 
-        def body(rank: int, _world: int, args: Any = (here, some, paths)) -> list[Loaded]:
-            return save_and_load(*args)
+    def make(moves: list[Move]) -> dict[Move, list[Loaded]]:
+        layouts = dict.fromkeys(layout for move in moves for layout in move)
+        alone = [layout for layout in layouts if layout.world == 1]
+        save_and_load(alone, [], paths)
+        found: dict[Move, list[Loaded]] = {}
+        for world in sorted({layout.world for layout in layouts} - {1}):
+            some = [move for move in moves if move[1].world == world]
+            here = [layout for layout in layouts if layout.world == world]
 
-        of_ranks = run_ranks(body, world, timeout_s=LONG_S)
-        found |= {move: list(x) for move, x in zip(some, zip(*of_ranks, strict=True), strict=True)}
-    of_one = save_and_load(alone, back, paths)
-    return found | {move: [x] for move, x in zip(back, of_one, strict=True)}
+            def body(rank: int, _world: int, args: Any = (here, some, paths)) -> list[Loaded]:
+                return save_and_load(*args)
+
+            of_ranks = run_ranks(body, world, timeout_s=LONG_S)
+            found |= {m: list(x) for m, x in zip(some, zip(*of_ranks, strict=True), strict=True)}
+        back = [move for move in moves if move[1].world == 1]
+        of_one = save_and_load(alone, back, paths)
+        return found | {move: [x] for move, x in zip(back, of_one, strict=True)}
+
+    def beside(move: Move) -> list[Move]:
+        return [move[::-1]] if move[1].world == 1 else []
+
+    return Together(__name__, [*BACK, *ACROSS], make, beside)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("move", BACK, ids=LAYOUTS)
 def test_to_one_process_and_back(
-    loaded: dict[Any, list[Loaded]], name: str, record_property: Record
+    loaded: Together[Move, list[Loaded]], move: Move, record_property: Record
 ) -> None:
-    layout = LAYOUTS[name]
-    agrees(loaded[layout, layout.alone], layout, layout.alone)
-    agrees(loaded[layout.alone, layout], layout.alone, layout)
+    agrees(loaded[move], *move)
+    agrees(loaded[move[::-1]], *move[::-1])
     record_property("moves from mesh to mesh, hashes of all tensors equal", 2)
 
 
-@pytest.mark.parametrize(("a", "b"), MOVES)
+@pytest.mark.parametrize("move", ACROSS, ids=map("-".join, MOVES))
 def test_from_mesh_to_mesh(
-    loaded: dict[Any, list[Loaded]], a: str, b: str, record_property: Record
+    loaded: Together[Move, list[Loaded]], move: Move, record_property: Record
 ) -> None:
-    agrees(loaded[LAYOUTS[a], LAYOUTS[b]], LAYOUTS[a], LAYOUTS[b])
+    agrees(loaded[move], *move)
     record_property("moves from mesh to mesh, hashes of all tensors equal", 1)
 
 
@@ -203,10 +212,12 @@ def test_ranks_of_a_pipeline_hold_different_tensors() -> None:
         assert biases == [f"model.blocks.{block}.mixer.router.expert_bias"]
 
 
-@pytest.mark.usefixtures("loaded")
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_element_is_stored_once(paths: dict[Layout, Path], name: str) -> None:
-    layout = LAYOUTS[name]
+@pytest.mark.parametrize("move", BACK, ids=LAYOUTS)
+def test_every_element_is_stored_once(
+    paths: dict[Layout, Path], loaded: Together[Move, list[Loaded]], move: Move
+) -> None:
+    assert loaded[move], "saved"
+    layout, _ = move
     path = paths[layout]
     assert verify(path) == []
     sizes: dict[str, int] = {}

@@ -35,6 +35,7 @@ from tests.parallel.parity import slices as slices_of
 from tests.ranks import on_worlds
 from tests.state.meshes import digests, fill, merged
 from tests.synthetic import ragged_batch
+from tests.together import Together
 
 BEFORE, AFTER = 3, 6  # steps
 
@@ -58,6 +59,7 @@ RUNS = {
     "tied pp2 fsdp2": Run("tied", mesh(pp=2, dp_shard=2), accum=2),
 }
 SAME = ["one", "muon fsdp2 tp2", "fsdp2 cp2 ep4", "pp2 tp2", "tied pp2 fsdp2"]
+STAYS = [(name, name) for name in SAME]
 MOVES = [
     ("muon fsdp2 tp2", "muon"),
     ("one", "tp2"),
@@ -146,20 +148,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.fixture(scope="module")
-def straight(folder: Path) -> dict[str, list[Trace]]:
-    """Every run that is resumed later, without a stop."""
-    names = dict.fromkeys([*SAME, *(a for a, _ in MOVES)])
-    jobs = {name: (RUNS[name], folder / name, None) for name in names}
-    return on_ranks(jobs)
+Move = tuple[str, str]  # names of the run that saves and of the run that goes on
+Found = tuple[list[Trace], list[Trace]]  # of all ranks: of the first without a stop, of the second
 
 
 @pytest.fixture(scope="module")
-def resumed(folder: Path, straight: dict[str, list[Trace]]) -> dict[tuple[str, str], list[Trace]]:
-    moves = [*((name, name) for name in SAME), *MOVES]
-    path = f"step-{BEFORE:06d}"
-    jobs = {(a, b): (RUNS[b], folder / "unused", folder / a / path) for a, b in moves}
-    return on_ranks(jobs)
+def results(folder: Path) -> Together[Move, Found]:
+    def make(moves: list[Move]) -> dict[Move, Found]:
+        straight = on_ranks({a: (RUNS[a], folder / a, None) for a, _ in moves})
+        path = f"step-{BEFORE:06d}"
+        jobs = {(a, b): (RUNS[b], folder / "unused", folder / a / path) for a, b in moves}
+        return {(a, b): (straight[a], traces) for (a, b), traces in on_ranks(jobs).items()}
+
+    return Together(__name__, [*STAYS, *MOVES], make)
 
 
 def on_ranks(jobs: Mapping[Any, tuple[Run, Path, Path | None]]) -> dict[Any, list[Trace]]:
@@ -168,14 +169,11 @@ def on_ranks(jobs: Mapping[Any, tuple[Run, Path, Path | None]]) -> dict[Any, lis
     return on_worlds(lambda rank, key: train(rank, *jobs[key]), worlds)
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("move", STAYS, ids=SAME)
 def test_on_the_same_mesh_to_the_last_bit(
-    straight: dict[str, list[Trace]],
-    resumed: dict[tuple[str, str], list[Trace]],
-    name: str,
-    record_property: Record,
+    results: Together[Move, Found], move: Move, record_property: Record
 ) -> None:
-    for found, expected in zip(resumed[name, name], straight[name], strict=True):
+    for expected, found in zip(*results[move], strict=True):
         assert found.digests == expected.digests
         assert found.losses == expected.losses and found.norms == expected.norms
         assert found.rows == expected.rows and found.health == expected.health
@@ -185,15 +183,11 @@ def test_on_the_same_mesh_to_the_last_bit(
     record_property("models and meshes resumed, equal bit for bit", 1)
 
 
-@pytest.mark.parametrize(("a", "b"), MOVES)
+@pytest.mark.parametrize("move", MOVES, ids="-".join)
 def test_on_another_mesh(
-    straight: dict[str, list[Trace]],
-    resumed: dict[tuple[str, str], list[Trace]],
-    a: str,
-    b: str,
-    record_property: Record,
+    results: Together[Move, Found], move: Move, record_property: Record
 ) -> None:
-    loaded, saved = resumed[a, b], straight[a]
+    saved, loaded = results[move]
     assert merged([t.digests for t in loaded]) == merged([t.digests for t in saved])
     for key in ("losses", "norms"):
         for found in loaded:
