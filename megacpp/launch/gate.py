@@ -30,6 +30,7 @@ from megacpp.memory.calibration import Margin, Situation, margin, read_records, 
 from megacpp.memory.components import RESTING
 from megacpp.memory.estimate import MemoryEstimate, estimate
 from megacpp.model.precision import compute_dtype
+from megacpp.run.rank_store import RankStore
 
 VERDICTS = {
     "fits": "fits",
@@ -233,14 +234,18 @@ class Estimator:
         raise memory_error(found.settled, self.size, found.rank, price, found.estimate, room)
 
 
-def check_memory(resolved: Resolved, size: int, device: torch.device) -> Admission:
-    """Estimate a run before it starts.
+def check_memory(resolved: Resolved, peers: RankStore, device: torch.device) -> Admission:
+    """Estimate a run before it starts; every rank calls it.
 
     Raises:
         ConfigError: it doesn't fit, and `memory.gate` is on.
     """
-    estimator = Estimator(resolved.config, size, device)
-    found = estimator.admission(resolved.config)
+    estimator = Estimator(resolved.config, peers.size, device)
+    found: Admission | None = None
+    with peers.agree("estimate"):  # the others read from disk what the first one traces
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            found = estimator.admission(resolved.config)
+    found = found or estimator.admission(resolved.config)
     estimator.check(found)
     return found
 

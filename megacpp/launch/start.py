@@ -104,15 +104,16 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
 
         resolved, admission = fitted(resolved, peers, device)
     else:
-        admission = check_memory(resolved, peers.size, device)
-    predicted = foresee(
-        *(_as_it_runs(resolved.config, device), peers.size, device.type, device_name(device))
-    )
+        admission = check_memory(resolved, peers, device)
+    as_it_runs = _as_it_runs(resolved.config, device)
+    predicted = foresee(as_it_runs, peers.size, device.type, device_name(device))
     slow = check_mfu(resolved.config, predicted)
     set_allocator(resolved.config, device)
-    agreed = verify_kernels(resolved.config, device, kernels)
+    agreed = tuple(verify_kernels(resolved.config, device, kernels))
+    # Now: within a process group a process that has to import torch would trace its blocks.
+    offer = [] if peers.rank else selective_offer(as_it_runs, peers.size)
     return PreparedLaunch(
-        resolved, peers, corpus, device, admission, kernels, tuple(agreed), predicted, slow
+        resolved, peers, corpus, device, admission, kernels, agreed, predicted, slow, offer
     )
 
 
@@ -126,6 +127,7 @@ class PreparedLaunch:
         agreed: a line for each kernel that was compared with the reference.
         predicted: speed of a step; None: the machine isn't known.
         slow: a warning if that is below `speed.min_mfu`.
+        offer: line on activations that more recomputation would free, on rank 0.
     """
 
     resolved: Resolved
@@ -137,6 +139,7 @@ class PreparedLaunch:
     agreed: tuple[str, ...]
     predicted: Prediction | None = None
     slow: Sequence[str] = ()
+    offer: Sequence[str] = ()
 
     @property
     def config(self) -> Config:
@@ -240,7 +243,6 @@ def announce(
             speed=launch.predicted.as_dict() if launch.predicted else None,
         )
         ahead = launch.predicted.lines() if launch.predicted else []
-        offer = selective_offer(_as_it_runs(config, device), ranks)
         given = [f"{k} = {v}" for k, v in sorted(_given(resolved).items())]
         print_header(
             [
@@ -259,7 +261,7 @@ def announce(
                 ("kernels", [*kernel_lines(kernels), *agreed]),
                 ("memory", admission.lines()),
                 *([("speed", [*ahead, *launch.slow])] if ahead or launch.slow else []),
-                ("backward runs again", [*recompute_lines(config, compiled), *offer, *fp8]),
+                ("backward runs again", [*recompute_lines(config, compiled), *launch.offer, *fp8]),
                 ("optimizer" + _whose(mesh), optimizer),
                 ("data", [*corpus.describe(), *vocabulary_lines(config, corpus)]),
                 ("start", [_start_line(config, first_step), *changed]),
