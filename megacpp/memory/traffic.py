@@ -218,9 +218,11 @@ def _tensor_axis(
         return
     config, model = own.config, own.config.model
     micro, stream = config.train.grad_accum, own.tokens * model.dim * own.compute
-    # What a mixer returned is made again too, unless streams are mixed of it in groups.
+    # What a mixer returned is made again too where a norm follows it, or a mix of streams that isn't
+    # in groups.
     several = model.stream_width > model.dim
-    returned = several and not any(part.grouped for part in layer_parts(config))
+    mixed = several and not any(part.grouped for part in layer_parts(config))
+    returned = model.post_norm or mixed
     partial = 0
     for kind, regions in zip(kinds, recomputed, strict=True):
         again = regions >= BLOCK

@@ -68,6 +68,16 @@ CASES = {
         *(4, 0),
         f"--mesh.tp 2 --model.mhc.streams 2 {AGAIN} --recompute.mhc-group-size -1",
     ),
+    "norms behind mixers, all again": (4, 0, f"--mesh.tp 2 --model.post-norm true {AGAIN}"),
+    "norms behind mixers, tp ep": (
+        4,
+        0,
+        f"--mesh.tp 2 --mesh.ep 2 --model.post-norm true {BLOCKS}",
+    ),
+    "norms behind mixers, cp, all again": (
+        *(4, 0),
+        f"--mesh.cp 2 --model.post-norm true {AGAIN}",
+    ),
     "cp, all again": (4, 0, f"--mesh.cp 2 {AGAIN}"),
     "cp tp ep, slots": (
         *(8, 0),
