@@ -137,7 +137,7 @@ def counted() -> Iterator[LaunchCounter]:
             (torch, "_fused_rms_norm", counter._rms_norm),
             (experts, "group_rows", group_rows),
             (m2rnn_chunks, "_Chunk", RECURRENCE),
-            (rows_of_experts, "_slots", lambda sizes, *rest: most_slots(len(sizes), *rest)),
+            (rows_of_experts, "slots_of", lambda sizes, *rest: most_slots(len(sizes), *rest)),
         ):
             stack.enter_context(patch.object(owner, name, instead))
         yield counter

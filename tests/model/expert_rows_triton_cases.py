@@ -16,7 +16,7 @@ from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
-from megacpp.kernels.experts import rows, triton_rows
+from megacpp.kernels.experts import rows, triton_rows, without_slot
 from megacpp.kernels.experts.rows import (
     Groups,
     group_rows,
@@ -35,7 +35,8 @@ SHAPES = [(61, 5, 3), (300, 7, 2), (9, 160, 8), (40, 1, 1), (17, 4, 4), (1, 3, 1
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups have the most slots that shapes can need; each program takes several blocks."""
-    monkeypatch.setattr(rows, "_slots", lambda sizes, *rest: most_slots(len(sizes), *rest))
+    for module in (rows, without_slot):
+        monkeypatch.setattr(module, "slots_of", lambda sizes, *rest: most_slots(len(sizes), *rest))
     monkeypatch.setattr(triton_rows, "PROGRAMS", 3)
     monkeypatch.setattr(triton_rows, "TILE", 64)
 
