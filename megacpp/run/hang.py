@@ -224,10 +224,14 @@ class HangWatch:
     def _follow(self, now: float) -> None:
         """Leave behind a rank that has claimed the report of the run's end, if that is a while ago.
 
+        A rank that still writes a save goes on: another one may end its part earlier.
+
         Args:
             now: monotonic seconds.
         """
-        if not self._store.add("said", 0):
+        saving = self.peers.writer is not None and self.peers.writer.busy
+        if saving or not self._store.add("said", 0):
+            self._ended = None
             return
         self._ended = now if self._ended is None else self._ended
         if now - self._ended > LEAVE_S:

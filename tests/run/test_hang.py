@@ -119,6 +119,34 @@ def test_who_does_not_report_leaves_after_the_report(
     assert told["waits"][-1] == waits and told["reached"]["store"] == 3
 
 
+def test_a_rank_that_saves_is_not_ended_by_another_one_s_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time counts from the end of its save, which may take longer than on other ranks."""
+
+    class Left(BaseException):
+        """Stands for the end of the process."""
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    store: Any = dist.HashStore()
+    save = SimpleNamespace(busy=True)
+    peers: Any = SimpleNamespace(rank=0, size=2, store=store, clock=None, writer=save, meetings=0)
+    watch = HangWatch(peers, hang_limits("0"), tmp_path, lambda line: None)
+    watch._stop.set()
+    watch._thread.join()
+    monkeypatch.setattr(os, "_exit", leave)
+    store.add("said", 1)
+    watch._follow(0.0)
+    watch._follow(100.0)
+    save.busy = False
+    watch._follow(101.0)
+    with pytest.raises(Left) as end:
+        watch._follow(112.0)
+    assert end.value.args == (PEER_LOST,)
+
+
 def test_the_recorder_is_read_in_steps_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
