@@ -218,8 +218,8 @@ def _tensor_axis(
         return
     config, model = own.config, own.config.model
     micro, stream = config.train.grad_accum, own.tokens * model.dim * own.compute
-    # What a mixer returned is made again too where a norm follows it, or a mix of streams that isn't
-    # in groups.
+    # What a mixer returned is made again too, where a norm follows it or, outside of groups, a mix
+    # of streams does.
     several = model.stream_width > model.dim
     mixed = several and not any(part.grouped for part in layer_parts(config))
     returned = model.post_norm or mixed
