@@ -1,4 +1,4 @@
-"""What NCCL asks of a run and gloo doesn't: its start, and the order in which ranks issue.
+"""Order in which ranks issue collectives and messages, and the start: as NCCL asks, not gloo.
 
 Forked gloo ranks, whose collectives and messages are recorded and replayed one after another
 (issue_order.py): whole steps with Muon, and evaluations.
