@@ -162,17 +162,25 @@ def named_ranks(key: str, text: str, count: int) -> list[int]:
     Raises:
         ConfigError: no number, or no such A block.
     """
-    if text.strip() == "all":
-        return list(range(count))
-    every = text.strip().removeprefix("every:")
-    if every != text.strip() and every.isdecimal() and int(every):
-        return list(range(int(every) - 1, count, int(every)))
-    try:
-        found = sorted({int(part) for part in text.split(",") if part.strip()})
-    except ValueError:
-        raise config_error(
-            key, text, "ranks of A blocks are numbers", "write 0,2,3 or every:4 or all"
-        ) from None
+    words = text.strip()
+    every = words.removeprefix("every:")
+    if words == "all":
+        found = list(range(count))
+    elif every != words and every.isdecimal() and int(every):
+        found = list(range(int(every) - 1, count, int(every)))
+    else:
+        try:
+            found = sorted({int(part) for part in words.split(",") if part.strip()})
+        except ValueError:
+            raise config_error(
+                key, text, "ranks of A blocks are numbers", "write 0,2,3 or every:4 or all"
+            ) from None
+    if words and not count:
+        rule = "the model has no A block"
+        raise config_error(key, text, rule, "use a pattern with A, or leave it empty")
+    if words and not found:
+        rule = f"names none of the model's {count} A blocks"
+        raise config_error(key, text, rule, f"use {key}=every:{count}, or leave it empty")
     if found and not 0 <= found[0] <= found[-1] < count:
         raise config_error(
             key, text, f"the model has {count} A blocks, ranks 0 to {count - 1}", "name those"

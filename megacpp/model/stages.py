@@ -201,7 +201,7 @@ def pipeline_rules(config: Config, microbatches: int) -> Iterator[ConfigError]:
         )
         return
     yield from _layer_rules(config)
-    yield from _microbatch_rules(mesh, microbatches, config.train.num_chunks)
+    yield from _microbatch_rules(config, microbatches)
     if mesh.reshard == "always" and mesh.pp_schedule in SPLIT_BACKWARD:
         yield config_error(
             "mesh.reshard",
@@ -280,8 +280,9 @@ def _layer_rules(config: Config) -> Iterator[ConfigError]:
         )
 
 
-def _microbatch_rules(mesh: MeshConfig, accum: int, chunks: int) -> Iterator[ConfigError]:
-    schedule, pp = mesh.pp_schedule, mesh.pp
+def _microbatch_rules(config: Config, accum: int) -> Iterator[ConfigError]:
+    train, chunks = config.train, config.train.num_chunks
+    schedule, pp = config.mesh.pp_schedule, config.mesh.pp
     microbatches = accum * chunks
     if enough_microbatches(schedule, pp, microbatches):
         return
@@ -294,14 +295,20 @@ def _microbatch_rules(mesh: MeshConfig, accum: int, chunks: int) -> Iterator[Con
     }.get(schedule, "needs one")
     around = (n for i in range(2 * pp + 1) for n in (accum - i, accum + i) if n > 0)
     number = next(n for n in around if enough_microbatches(schedule, pp, n * chunks))
-    degrees = sorted(range(1, 2 * pp), key=lambda p: abs(p - pp))
-    degree = next(p for p in degrees if p == 1 or enough_microbatches(schedule, p, microbatches))
+    if train.tokens_per_step and not train.grad_accum:  # fewer stages would make more data ranks
+        fix = f"use train.tokens_per_step={train.tokens_per_step // accum * number}"
+    else:
+        degrees = sorted(range(1, 2 * pp), key=lambda p: abs(p - pp))
+        degree = next(
+            p for p in degrees if p == 1 or enough_microbatches(schedule, p, microbatches)
+        )
+        fix = f"use train.grad_accum={number} or mesh.pp={degree}"
     yield config_error(
         "train.grad_accum",
         accum,
         f"microbatches a step{f' in {chunks} parts each' if chunks > 1 else ''}: "
         f"{schedule} {needs}",
-        f"use train.grad_accum={number} or mesh.pp={degree}",
+        fix,
     )
 
 

@@ -24,12 +24,13 @@ def sparse_rules(config: Config) -> Iterator[ConfigError]:
         return
     least = a.qk_rope_head_dim if a.kind == "mla" else 2
     if sparse.head_dim < least or sparse.head_dim % 2:
+        wide = max(least, sparse.head_dim)
         rotated = f"the {least} rotary dims of MLA" if a.kind == "mla" else "a rotary pair"
         yield config_error(
             f"{KEY}.head_dim",
             sparse.head_dim,
             f"holds {rotated}, and must be even",
-            f"use {max(least, sparse.head_dim + sparse.head_dim % 2)}",
+            f"use {wide + wide % 2}",
         )
     elif a.kind == "gqa" and odd_rotation(sparse.head_dim, a.rope_fraction):
         wider = range(sparse.head_dim + 2, sparse.head_dim + 2048, 2)

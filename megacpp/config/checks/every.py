@@ -53,13 +53,20 @@ def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
     """Every broken rule, in the order of the configuration.
 
     Sizes out of range are all that is said: the rules after them divide by sizes and count layers.
+    Other groups of rules end at a pattern that can't be read, which those of the model report.
     """
-    ranges = list(_ranges(config))
-    yield from ranges
-    if any(str(error).startswith(SIZES) for error in ranges):
+    said = list(_ranges(config))
+    yield from said
+    if any(str(error).startswith(SIZES) for error in said):
         return
     for rules in RULES.values():
-        yield from rules(config, world_size)
+        try:
+            for error in rules(config, world_size):
+                said.append(error)
+                yield error
+        except ConfigError as error:
+            if str(error) not in map(str, said):
+                yield error
 
 
 def resolve(config: Config, world_size: int) -> Config:
@@ -174,6 +181,9 @@ def _pipeline(config: Config, world_size: int) -> Iterator[ConfigError]:
     if config.mesh.pp == 1 or any(mesh_rules(config, world_size)):
         return
     resolved = resolve(config, world_size)
+    if config.train.tokens_per_step:  # whole microbatches of them, which a fix multiplies
+        whole = dataclasses.replace(config.train, tokens_per_step=resolved.train.tokens_per_step)
+        config = dataclasses.replace(config, train=whole)
     yield from pipeline_rules(config, resolved.train.grad_accum)
     if config.train.gradient_sync == "each":
         yield config_error(

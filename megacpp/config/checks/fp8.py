@@ -302,6 +302,8 @@ def fp8_mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
         te = precision.fp8 == "te"
         key, value = ("fp8", "te") if te else ("fp8_recipe", precision.fp8_recipe)
         other = "fp8=torchao" if te else "fp8_recipe=rowwise_with_gw_hp"
+        if precision.fp8_all_gather and not te:  # which rows with scales of their own exclude
+            other += " with precision.fp8_all_gather=false"
         yield config_error(
             f"precision.{key}",
             value,

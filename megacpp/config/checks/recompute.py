@@ -36,5 +36,6 @@ def recompute_rules(config: Config) -> Iterator[ConfigError]:
             "recompute.activation_memory_budget",
             policy.activation_memory_budget,
             "is what the compiler goes by, and no block is compiled",
-            "use train.compile=inductor, or a policy by block kind such as recompute.ablock=full",
+            "use train.compile=inductor, or recompute.activation_memory_budget=-1 with a policy by "
+            "block kind such as recompute.ablock=full",
         )
