@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
+from megacpp.config.mix import source_folders
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.model.documents import Documents
@@ -179,8 +180,10 @@ def fake_batch(config: Config) -> Batch:
     """Return the rows of a rank's microbatch; make it where tensors are fake."""
     shape = config.train.device_batch_size, config.data.seq_len
     ids_BT = torch.zeros(shape, dtype=torch.int64)
-    numel = ids_BT.numel()
-    return Batch(ids_BT, ids_BT, Documents.from_ids(ids_BT), numel, numel, tuple(range(shape[0])))
+    numel, docs, rows = ids_BT.numel(), Documents.from_ids(ids_BT), tuple(range(shape[0]))
+    mixed = len(source_folders(config.data))  # losses by source are summed beside the whole one
+    sources_SB = torch.zeros(mixed, shape[0], dtype=torch.float64) if mixed else None
+    return Batch(ids_BT, ids_BT, docs, numel, numel, rows, sources_SB)
 
 
 class FakeBoundary(AccumulationBoundary):

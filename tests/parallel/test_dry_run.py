@@ -224,6 +224,17 @@ def test_the_command_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(c["count"] for c in ep if c["dtype"] == "bfloat16") == 3 * 4
 
 
+@pytest.mark.parametrize("name", ["dry-run", "memory trace"])
+@pytest.mark.parametrize("mesh", ["--mesh.cp 2", "--mesh.pp 2 --train.num-chunks 2"])
+def test_a_mixture_has_losses_of_its_sources(
+    name: str, mesh: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No corpus is read; a step sums the losses of two sources beside the whole one."""
+    words = [*SMALL, *mesh.split(), "--data.mix", "code=2,prose=1", "--world", "2", "--json"]
+    code, out, err = command(capsys, *name.split(), *words)
+    assert code == 0 and json.loads(out), err
+
+
 def test_what_can_not_be_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words, key in (
         (["nam56r_base", "--world", "7"], "train.tokens_per_step=1048576"),
