@@ -28,8 +28,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._library.custom_ops import OPDEFS
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from bench import parser_of
 from bench.gpu.tables import write_section
@@ -39,7 +42,7 @@ from checkpointing.tracing.graphs import TracedGraphs
 from checkpointing.tracing.operators import ALLOCATORS, kind_of, tensors_in
 from megacpp.blocks.experts import module as experts
 from megacpp.config.presets import nam56r_base
-from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels, set_kernels
 from megacpp.kernels.experts import rows as rows_of_experts
 from megacpp.kernels.experts.rows import group_rows
 from megacpp.kernels.experts.sizes import most_slots
@@ -73,7 +76,9 @@ CASES = (
     ("head", "cross_entropy", "torch"),
     ("head", "cross_entropy", "triton"),
 )
-COMPILED = [(letter, dtype) for letter in "AFE" for dtype in (torch.float32, torch.bfloat16)]
+COMPILED = [(letter, dtype) for letter in "AFEMRG" for dtype in (torch.float32, torch.bfloat16)]
+# Operations that compiled blocks do by Triton.
+TRITON = "mamba3", "m2rnn", "gated_delta_rule", "short_conv", "gates", "experts", "rms_norm"
 NO_KERNEL = {name for name in ALLOCATORS if "empty" in name} | {"_unsafe_view"}
 
 
@@ -195,7 +200,7 @@ def table() -> str:
 
 
 def compiled_line(letter: str, dtype: torch.dtype) -> str:
-    """Return the line of a compiled block, or of an E block's shared expert.
+    """Return the line of a compiled block, or of an E block's part that is a graph.
 
     Args:
         letter: kind of block.
@@ -204,23 +209,47 @@ def compiled_line(letter: str, dtype: torch.dtype) -> str:
     model = replace(nam56r_base().model, pattern=letter)
     with torch.device("meta"):
         block = Block(letter, model).to(dtype)
+    set_kernels(block, Kernels(**dict.fromkeys(TRITON, "triton")))
     # Another layer is the last, which keeps everything.
     stack: Any = SimpleNamespace(blocks={"0": block}, letters=2 * letter)
     part = compile_blocks(stack, "inductor", 1.0, make=TracedGraphs).graphs[0]
     whole = part == "block"
-    with fake_tensors(memory=True, gpu=True), torch.autocast("cpu", torch.bfloat16):
+    with counted(), torch.autocast("cpu", torch.bfloat16):
         block.to_empty(device="cpu")
         x_BTD = torch.empty(ROWS, TOKENS, model.dim, dtype=torch.bfloat16, requires_grad=True)
-        run: Any = block._forward if whole else block.mixer.shared.forward  # type: ignore[union-attr]
-        run(x_BTD, Documents.rows(ROWS, TOKENS))
-    ((pair,),) = ([*run.graph.pairs.values()],)
+        block(x_BTD, Documents.rows(ROWS, TOKENS))
+        run: Any = block._forward if whole else vars(block.mixer)["_mix"]
+        ((pair,),) = ([*run.graph.pairs.values()],)
+        ours = [_launches_of_ours(graph) for graph in (pair.forward, pair.backward)]
     found = scheduled(pair.forward), scheduled(pair.backward, backward=True)
     products = sum(name.startswith("extern_kernels") for names, _ in found for name in names)
     width = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    there, back = (len(names) + more for (names, _), more in zip(found, ours, strict=True))
     return (
-        f"| {letter}{'' if whole else f', {part}'} | {width} | {len(found[0][0])} | "
-        f"{len(found[1][0])} | {products} | {found[0][1] / 1e9:.2f} | {found[1][1] / 1e9:.2f} |"
+        f"| {letter}{'' if whole else f', {part}'} | {width} | {there} | {back} | {products} | "
+        f"{found[0][1] / 1e9:.2f} | {found[1][1] / 1e9:.2f} |"
     )
+
+
+def _launches_of_ours(graph: fx.GraphModule) -> int:
+    """Return what our own operators of a graph launch inside, beside one that is counted."""
+    total = 0
+    with counted() as counter:
+        for node in graph.graph.nodes:
+            schema = getattr(node.target, "_schema", None)
+            if schema is not None and schema.name in OPDEFS and schema.name.startswith("megacpp::"):
+                given = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+                counter.now = Count()
+                OPDEFS[schema.name](*tree_map(_empty, given[0]), **given[1])
+                total += counter.now.launches - 1
+    return total
+
+
+def _empty(value: Any) -> Any:
+    """Return a tensor without values like another one; what isn't a tensor as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
 
 def compiled_table() -> str:

@@ -8,9 +8,10 @@ needs neither a GPU nor a build of torch for one.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -19,6 +20,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
+from torch._library.custom_ops import OPDEFS
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map
 
 from checkpointing.compile import FEWER_LAUNCHES
 
@@ -47,6 +51,9 @@ CALL = re.compile(
 )
 
 
+SEEN = "eager_input_vals"  # Inductor's name of an operator's arguments, as the graph was traced
+
+
 def scheduled(graph: fx.GraphModule, backward: bool = False) -> tuple[list[str], int]:
     """Return the launches of a graph in order, and the bytes that they read and write.
 
@@ -68,6 +75,9 @@ def scheduled(graph: fx.GraphModule, backward: bool = False) -> tuple[list[str],
         with mode:
             inputs = [_like(n.meta["val"]) for n in places]
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
+        for node in graph.graph.nodes:
+            if SEEN in node.meta:
+                node.meta[SEEN] = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         try:
             compile_fx_inner(graph, inputs, is_backward=backward)
         except InductorError:
@@ -91,6 +101,7 @@ def as_on_h100() -> Iterator[list[tuple[str, int]]]:
     import torch._inductor.config as inductor
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.graph import GraphLowering
+    from torch.utils._triton import has_triton, has_triton_package
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -128,6 +139,12 @@ def as_on_h100() -> Iterator[list[tuple[str, int]]]:
         # The compiler's workers may write there yet while it is deleted.
         folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
         stack.enter_context(patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder))
+        for operator in (x for name, x in OPDEFS.items() if name.startswith("megacpp::")):
+            form = functools.partial(_without_gpu, operator._abstract_fn)
+            stack.enter_context(patch.object(operator, "_abstract_fn", form))
+        for asked in (has_triton, has_triton_package):  # what they said before is kept
+            asked.cache_clear()
+            stack.callback(asked.cache_clear)
         stack.enter_context(inductor.patch({"fx_graph_cache": False, **FEWER_LAUNCHES}))
         yield made
 
@@ -136,8 +153,17 @@ def _on_gpu(item: Any) -> Any:
     return GPU if isinstance(item, torch.device) else item
 
 
-def _like(value: Any) -> Any:
-    """Return a tensor of the same shape, strides and dtype on the GPU; another value as it is."""
+def _without_gpu(form: Callable[..., Any], *given: Any) -> Any:
+    """Return the results without values of an operator of ours, whose Python runs on a CPU's.
+
+    Without a build of torch for GPUs, some of what it does to a GPU's tensors is an error.
+    """
+    found = form(*tree_map(functools.partial(_like, device=torch.device("cpu")), given))
+    return tree_map(_like, found)
+
+
+def _like(value: Any, device: torch.device = GPU) -> Any:
+    """Return a tensor of the same shape, strides and dtype on a device; another value as it is."""
     if not isinstance(value, Tensor):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=GPU)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)

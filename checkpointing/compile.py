@@ -6,10 +6,11 @@ It is called after heads, tokens and experts are sharded, and before FSDP2 shard
 block's computation is compiled, so names, hooks and saved state stay as they are:
 
     A, F    the whole block, one graph without a break
-    E       the shared expert; sizes of routed tensors depend on values, which no graph knows
+    M, R, G the whole block, with every head on this rank, if its scan is one operator: by Triton,
+            and of M by torch, too
+    E       by Triton all that follows the choice of experts, else the shared expert: by torch sizes
+            depend on values, which no graph knows
     A.*     nothing of a sparse block: its selection is kept for other layers and its backward
-    M       the whole block if torch's operators do its scan, with every head on this rank
-    R       nothing: it iterates over tokens, and a graph would hold each step
 
 Blocks of the same classes share their graphs. Without gradients nothing is saved and blocks run
 uncompiled. (Activation memory, not saved training state.)
@@ -27,7 +28,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from megacpp.blocks.experts.module import MixtureOfExperts, SharedExpert
 from megacpp.blocks.kinds import KINDS
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
@@ -102,20 +102,21 @@ def compile_blocks(
         own_budget = 1.0 if layer == len(model.letters) - 1 else budget
         if reason is not None:
             found.eager[layer] = reason
-        if reason is None:
+            part = KINDS[block.letter].graph_part(mixer)
+            if part is None:
+                continue
+            function = getattr(type(part.module), part.method)
+            graph = graphs.compiled(
+                part.module, function, own_budget, f"{part.name} of {block.letter} blocks"
+            )
+            setattr(part.module, part.method, CompiledPart(part.module, function, graph))
+            inside, name = part.inside, part.name
+        else:
             graph = graphs.compiled(block, Block._forward, own_budget, f"{block.kind} blocks")
             block._forward = CompiledBlock(block, graph)  # type: ignore[method-assign]
-            compiled, part = block, "block"
-        elif isinstance(mixer, MixtureOfExperts) and mixer.shared is not None:
-            graph = graphs.compiled(
-                mixer.shared, SharedExpert.forward, own_budget, "shared experts"
-            )
-            mixer.shared.forward = CompiledPart(mixer.shared, graph)  # type: ignore[method-assign]
-            compiled, part = mixer.shared, "shared expert"
-        else:
-            continue
-        make_plain(compiled)
-        found.graphs[layer], found.budgets[layer] = part, own_budget
+            inside, name = (block,), "block"
+        make_plain(*inside)
+        found.graphs[layer], found.budgets[layer] = name, own_budget
     return found
 
 
@@ -158,9 +159,9 @@ def why_eager(block: Block) -> str | None:
     return KINDS[block.letter].why_eager(block.mixer)
 
 
-def make_plain(module: nn.Module) -> None:
+def make_plain(*modules: nn.Module) -> None:
     """Remove recompute regions inside a graph, where the compiler decides about recomputation."""
-    for inner in module.modules():
+    for inner in (inner for module in modules for inner in module.modules()):
         if hasattr(inner, "recompute"):
             inner.recompute = PLAIN  # type: ignore[assignment]
 
@@ -200,6 +201,8 @@ class Compiler:
         from torch._dynamo.backends.registry import lookup_backend
         from torch._dynamo.exc import RestartAnalysis, SkipFrame
         from torch._functorch import config
+
+        import megacpp.kernels.flop_formulas  # noqa: F401 - the budget goes by FLOPs
 
         say, began = self.say or (lambda _: None), time.perf_counter()
         say(f"compiling {self.name} by {self.backend}, with budget {self.budget:g} ...")
@@ -287,13 +290,14 @@ class CompiledBlock:
 
 
 class CompiledPart:
-    """Replacement of the forward of a module that processes tokens independently."""
+    """Replacement of a method that processes tokens independently."""
 
-    def __init__(self, module: nn.Module, graph: Callable[..., Tensor]) -> None:
-        self.module, self.graph = module, graph
+    def __init__(
+        self, module: nn.Module, function: Callable[..., Tensor], graph: Callable[..., Tensor]
+    ) -> None:
+        self.module, self.function, self.graph = module, function, graph
 
-    def __call__(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
-        """Return the module's output; without gradients uncompiled."""
-        if not torch.is_grad_enabled():
-            return type(self.module).forward(self.module, x_BTD)
-        return self.graph(self.module, x_BTD)
+    def __call__(self, *given: Tensor, **named: Any) -> Tensor:
+        """Return what the method returns of tensors; without gradients uncompiled."""
+        run = self.graph if torch.is_grad_enabled() else self.function
+        return run(self.module, *given, **named)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._library.custom_ops import OPDEFS
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -68,12 +69,15 @@ class _Value:
 def _computed(node: fx.Node, values: dict[fx.Node, _Value], fused: bool) -> _Value:
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n].value)
     of = tuple(values[n] for n in node.all_input_nodes)
-    assert callable(node.target)
+    run: Any = node.target
     if not (fused and _stays_on_chip(node)):
+        # An operator of ours, by its name: whoever traces may run what it does inside.
+        schema = getattr(run, "_schema", None)
+        run = run if schema is None else OPDEFS.get(schema.name, run)
         passed = of if _is_view(node) else ()
-        return _Value(node.target(*args, **kwargs), passed)
+        return _Value(run(*args, **kwargs), passed)
     with WithoutModes([v.value for v in (of or values.values())]):
-        return _Value(node.target(*args, **kwargs), of)
+        return _Value(run(*args, **kwargs), of)
 
 
 def _stays_on_chip(node: fx.Node) -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
     from megacpp.errors import ConfigError
     from megacpp.memory.forms.local_shapes import LocalShapes
+    from megacpp.model.compiled import GraphPart
     from megacpp.model.documents import Documents
     from megacpp.model.regions import Region
 
@@ -33,7 +34,6 @@ Rate = Literal["lr", "embed_lr", "head_lr", "vector_lr"]
 Sends = Callable[["LocalShapes", Sequence[tuple[str, bool]]], Iterator[tuple[str, str, int]]]
 # (configuration, its mesh, letters of the model's mixers) -> rules that the mesh breaks.
 MeshRules = Callable[["Config", "MeshConfig", "set[str]"], Iterator["Broken"]]
-BY_TOKEN = "it goes from token to token"
 LOSS_BUFFERS = 7  # of losses: a scale, and a sum for each term (megacpp/model/auxiliary.py)
 
 
@@ -231,6 +231,7 @@ class BlockKind:
         why_eager: (mixer) -> the reason why a block can't be one compiled graph; None: it can.
         graph_inputs: (mixer, documents, input of the block) -> the documents with the cached values
             that such a graph reads; None: it reads none.
+        graph_part: (mixer) -> the part of it that can be a graph where the block can't; None: none.
         upstream: fused tensors of the authors' checkpoints.
         before: kind of layer -> the layers that one needs in front of it.
         lines: what the header of a run says of its options.
@@ -261,8 +262,9 @@ class BlockKind:
     context: ContextExchange | None = None
     groups: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     buffer_numbers: Callable[[ModelConfig, str], tuple[int, int]] = lambda model, kind: (0, 0)
-    why_eager: Callable[[nn.Module], str | None] = lambda mixer: BY_TOKEN
+    why_eager: Callable[[Any], str | None] = lambda mixer: "no compiler sees into it"
     graph_inputs: Callable[[Any, Documents, Tensor], Documents | None] = lambda m, docs, x: None
+    graph_part: Callable[[Any], GraphPart | None] = lambda mixer: None
     upstream: tuple[ForeignTensor, ...] = ()
     before: Callable[[str], tuple[str, ...]] = lambda kind: ()
     lines: Callable[[Config], Iterator[str]] = lambda config: iter(())

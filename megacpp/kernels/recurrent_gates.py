@@ -9,6 +9,7 @@ Legend: B rows, T tokens, H heads, R MIMO rank, P head dim of Mamba-3; N heads, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def gated_ranks(
     """
     alone = mimo_z_HRP is None and mimo_o_HRP is None and y_BTHRP.shape[1] > 1
     if alone and z_BTHP is not None and norm_HP is not None and by_triton(backend, z_BTHP[..., 0]):
-        return in_triton("gated_norm", (norm_eps, dtype), y_BTHRP.squeeze(3), z_BTHP, norm_HP)
+        given = y_BTHRP.squeeze(3), z_BTHP, norm_HP
+        return in_triton("gated_norm", _gated_norm, (norm_eps, dtype), *given)
     return _GatedRanks.apply(  # type: ignore[return-value]
         y_BTHRP, z_BTHP, norm_HP, mimo_z_HRP, mimo_o_HRP, norm_eps, dtype
     )
@@ -64,9 +66,9 @@ def gated_residual(
         backend: of `gates` (megacpp/kernels/selection.py).
     """
     if backend == "reference":
-        return F.silu(wide(g_X)) * (y_NV + v_NV * D_NV).flatten(-2)
+        return _plain_residual(y_NV, v_NV, D_NV, g_X)
     if by_triton(backend, g_X):
-        return in_triton("gated_residual", (), y_NV, v_NV, D_NV, g_X)
+        return in_triton("gated_residual", _plain_residual, (), y_NV, v_NV, D_NV, g_X)
     return _GatedResidual.apply(y_NV, v_NV, D_NV, g_X)  # type: ignore[return-value]
 
 
@@ -83,9 +85,8 @@ def decay(
         backend: of `gates` (megacpp/kernels/selection.py).
     """
     if by_triton(backend, x_BTN):
-        return in_triton("decay", (factor,), x_BTN, A_log_N, bias_N)
-    log_BTN = -torch.exp(A_log_N) * F.softplus(wide(x_BTN) + bias_N)
-    return torch.exp(log_BTN) if factor else log_BTN
+        return in_triton("decay", _plain_decay, (factor,), x_BTN, A_log_N, bias_N)
+    return _plain_decay(x_BTN, A_log_N, bias_N, factor)
 
 
 def steps(
@@ -125,16 +126,41 @@ def decay_rate(a: Tensor, floor: float, softplus: bool) -> Tensor:
     return -(above + (1.0 - (a - above)).reciprocal()).clamp(min=floor)
 
 
-def in_triton(name: str, how: tuple[Any, ...], *given: Tensor) -> Any:
-    """Return a gate of triton_gates.py, which imports Triton."""
+def in_triton(
+    name: str, form: Callable[..., Any] | None, how: tuple[Any, ...], *given: Tensor
+) -> Any:
+    """Return a gate of triton_gates.py, which imports Triton, or in a compiled graph torch's form.
+
+    Args:
+        name: of the gate.
+        form: torch's, of the same arguments; None: a graph has the kernel, too.
+        how: arguments behind the tensors.
+        given: tensors, which are saved for backward.
+    """
     from megacpp.kernels.triton_gates import Gate
 
-    return Gate.apply(name, how, *given)
+    return Gate.apply(name, form, how, *given)
 
 
 def by_triton(backend: str, x: Tensor) -> bool:
     """Return whether Triton's kernels do it: of rows of tokens, `[B, T, ...]`."""
-    return backend == "triton" and x.ndim == 3 and not torch.compiler.is_compiling()
+    return backend == "triton" and x.ndim == 3
+
+
+def _plain_decay(x_BTN: Tensor, A_log_N: Tensor, bias_N: Tensor, factor: bool) -> Tensor:
+    log_BTN = -torch.exp(A_log_N) * F.softplus(wide(x_BTN) + bias_N)
+    return torch.exp(log_BTN) if factor else log_BTN
+
+
+def _plain_residual(y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor) -> Tensor:
+    return F.silu(wide(g_X)) * (y_NV + v_NV * D_NV).flatten(-2)
+
+
+def _gated_norm(
+    x_BTHP: Tensor, z_BTHP: Tensor, weight_HP: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    normed = F.rms_norm(wide(x_BTHP), x_BTHP.shape[-1:], None, eps) * weight_HP
+    return (normed * F.silu(wide(z_BTHP))).to(dtype)
 
 
 class _GatedRanks(torch.autograd.Function):

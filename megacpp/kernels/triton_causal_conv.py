@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megacpp.kernels.graph_operator import graph_operator
 from megacpp.kernels.strides import launch, side_by_side
 from megacpp.model.documents import Documents
 from megacpp.torch_extras import once_differentiable
@@ -82,6 +83,7 @@ def forward(
     return y_BTC
 
 
+@graph_operator("causal_conv_backward")
 def backward(
     dy_BTC: Tensor,
     x_BTC: Tensor,

@@ -16,12 +16,14 @@ groups, W state size, C channels 2 R G W.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacpp.kernels.experts.triton_units import units_backward, weighed_units
+from megacpp.kernels.graph_operator import graph_operator
 from megacpp.kernels.strides import launch, side_by_side
 from megacpp.kernels.triton_gate_kernels import (
     _decay_backward_kernel,
@@ -40,21 +42,28 @@ PROGRAMS = 512  # of a backward: some for each of a GPU's processors
 
 
 class Gate(torch.autograd.Function):
-    """Function of this file by its name, whose backward has the name and `_backward`."""
+    """Function of this file by its name, and its backward.
+
+    A compiled graph has torch's form, which the compiler fuses with its neighbours.
+    """
 
     @staticmethod
-    def forward(ctx: Any, name: str, how: tuple[Any, ...], *given: Tensor) -> Any:
-        """Return what the function returns of `given` and `how`."""
+    def forward(
+        ctx: Any, name: str, form: Callable[..., Any] | None, how: tuple[Any, ...], *given: Tensor
+    ) -> Any:
+        """Return what the function, or torch's form of it, returns of `given` and `how`."""
         ctx.save_for_backward(*given)
         ctx.name, ctx.how = name, how
-        return globals()[name](*given, *how)
+        if form is None or not torch.compiler.is_compiling():
+            form = GATES[name][0]
+        return form(*given, *how)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `given`."""
-        backward = globals()[f"{ctx.name}_backward"]
-        return None, None, *backward(*grads, *ctx.saved_tensors, *ctx.how)
+        _, backward = GATES[ctx.name]
+        return None, None, None, *backward(*grads, *ctx.saved_tensors, *ctx.how)
 
 
 def decay(x_BTN: Tensor, A_log_N: Tensor, bias_N: Tensor, factor: bool) -> Tensor:
@@ -85,16 +94,25 @@ def decay_backward(
         bias_N: added to x.
         factor: the result is the exp.
     """
+    dx_BTN, sum_2N = _decay_gradients(dout_BTN, x_BTN, A_log_N, bias_N, factor)
+    dA_log_N, dbias_N = sum_2N.unbind()
+    return dx_BTN, dA_log_N.to(A_log_N.dtype), dbias_N.to(bias_N.dtype)
+
+
+@graph_operator("decay_backward")
+def _decay_gradients(
+    dout_BTN: Tensor, x_BTN: Tensor, A_log_N: Tensor, bias_N: Tensor, factor: bool
+) -> tuple[Tensor, Tensor]:
     dx_BTN = torch.empty(x_BTN.shape, dtype=x_BTN.dtype, device=x_BTN.device)
     x_BTN, programs = side_by_side(x_BTN), PROGRAMS
     part_P2N = dx_BTN.new_empty(programs, 2, x_BTN.shape[-1], dtype=torch.float32)
     given = dout_BTN.contiguous(), x_BTN, A_log_N.contiguous(), bias_N.contiguous(), dx_BTN
     places = part_P2N, *_places(x_BTN), programs
     _launch(_decay_backward_kernel, programs, *given, *places, FACTOR=factor, **_tile(x_BTN))
-    dA_log_N, dbias_N = part_P2N.sum(0).unbind()
-    return dx_BTN, dA_log_N.to(A_log_N.dtype), dbias_N.to(bias_N.dtype)
+    return dx_BTN, part_P2N.sum(0)
 
 
+@graph_operator("steps_forward")
 def steps(
     dt_BTN: Tensor,
     a_BTN: Tensor,
@@ -107,7 +125,7 @@ def steps(
     dtype: torch.dtype,
     floor: float,
     softplus: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return Mamba-3's normed C and B, log decay A dt and step dt.
 
     Normed are groups of W numbers, to `[B, T, R, G, W]` in `dtype`; the rest is that of `steps` in
@@ -135,7 +153,7 @@ def steps(
     given = dt_BTN, a_BTN, bias_N.contiguous(), bc_BTC, C_weight_W, B_weight_W, *normed, adt, step
     places = *_places(dt_BTN), *bc_BTC.stride()[:2], floor, eps
     _launch(_steps_kernel, -(-B * T // how["TOKENS"]), *given, *places, SOFTPLUS=softplus, **how)
-    return *normed, adt, step
+    return normed[0], normed[1], adt, step
 
 
 def steps_backward(
@@ -157,23 +175,32 @@ def steps_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of dt, a, bias, the channels B | C and both weights.
 
-    Args:
-        dC: gradient of normed C, `[B, T, R, G, W]`.
-        dB: gradient of normed B, `[B, T, R, G, W]`.
-        dadt_BNT: gradient of A dt.
-        dstep_BNT: gradient of dt's result.
-        dt_BTN: from the projection.
-        a_BTN: from the projection.
-        bias_N: added to dt.
-        bc_BTC: channels B | C.
-        C_weight_W: of the norm of each group of C.
-        B_weight_W: of the norm of each group of B.
-        ranks: as in `steps`.
-        eps: added to the mean square.
-        dtype: of normed C and B.
-        floor: least -A.
-        softplus: as in `steps`.
+    Args: gradients of the results of `steps`, `[B, T, R, G, W]` and `[B, N, T]`, then as there.
     """
+    given = dt_BTN, a_BTN, bias_N, bc_BTC, C_weight_W, B_weight_W
+    ddt, da, dbc, sums = _steps_gradients(dC, dB, dadt_BNT, dstep_BNT, *given, eps, floor, softplus)
+    N, W = len(bias_N), len(C_weight_W)
+    dbias, *dweights = sums.split([N, W, W])
+    return ddt, da, dbias, dbc, *dweights
+
+
+@graph_operator("steps_backward")
+def _steps_gradients(
+    dC: Tensor,
+    dB: Tensor,
+    dadt_BNT: Tensor,
+    dstep_BNT: Tensor,
+    dt_BTN: Tensor,
+    a_BTN: Tensor,
+    bias_N: Tensor,
+    bc_BTC: Tensor,
+    C_weight_W: Tensor,
+    B_weight_W: Tensor,
+    eps: float,
+    floor: float,
+    softplus: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of dt, a and channels, and those of the bias and both weights in one."""
     given = dt_BTN, a_BTN, bc_BTC
     ddt, da, dbc = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given)
     (dt_BTN, a_BTN), N, W = _alike(dt_BTN, a_BTN), dt_BTN.shape[-1], len(C_weight_W)
@@ -184,8 +211,7 @@ def steps_backward(
     places = part_PX, *_places(dt_BTN), *bc_BTC.stride()[:2], floor, eps, programs
     fixed = _steps_tile(dt_BTN, bc_BTC, W) | {"SOFTPLUS": softplus}
     _launch(_steps_backward_kernel, programs, *grads, *given, *places, **fixed)
-    dbias, *dweights = part_PX.sum(0, dtype=bias_N.dtype).split([N, W, W])
-    return ddt, da, dbias, dbc, *dweights
+    return ddt, da, dbc, part_PX.sum(0, dtype=bias_N.dtype)
 
 
 def gated_residual(y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor) -> Tensor:
@@ -204,6 +230,7 @@ def gated_residual(y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor) -> Ten
     return out
 
 
+@graph_operator("gated_residual_backward")
 def gated_residual_backward(
     dout_X: Tensor, y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -247,6 +274,7 @@ def gated_norm(
     return out_BTHP
 
 
+@graph_operator("gated_norm_backward")
 def gated_norm_backward(
     dout_BTHP: Tensor,
     x_BTHP: Tensor,
@@ -273,6 +301,15 @@ def gated_norm_backward(
     how, grid = _head_tile(x_BTHP), (PROGRAMS, len(weight_HP))
     launch(_norm_backward_kernel, grid, dout_BTHP.contiguous(), *given, *places, **how)
     return dx, dz, part_PHP.sum(0, dtype=weight_HP.dtype)
+
+
+# The gates of `Gate`, each with its backward.
+GATES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "decay": (decay, decay_backward),
+    "steps": (steps, steps_backward),
+    "gated_residual": (gated_residual, gated_residual_backward),
+    "gated_norm": (gated_norm, gated_norm_backward),
+}
 
 
 def hidden(gate: Tensor, up: Tensor | None) -> Tensor:

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from megacpp.blocks.experts.module import MixtureOfExperts
     from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
     from megacpp.memory.forms.local_shapes import LocalShapes
+    from megacpp.model.compiled import GraphPart
     from megacpp.model.regions import Region
 
-ROUTED = "sizes of what is routed depend on values"  # so no graph knows them
+ROUTED = "its router counts what it chose"  # a graph would have to take its buffers along
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> MixtureOfExperts:
@@ -151,6 +152,23 @@ def lines(config: Config) -> Iterator[str]:
         )
 
 
+def graph_part(mixer: MixtureOfExperts) -> GraphPart | None:
+    """Return all that follows the choice of experts, or the shared expert alone; None: neither.
+
+    On a CPU groups have as many slots as their tokens need, which no graph knows; Triton's have the
+    most that the shapes can need.
+    """
+    from megacpp.blocks.experts.module import Combine, Dispatch
+    from megacpp.model.compiled import GraphPart
+
+    shared = () if mixer.shared is None else (mixer.shared,)
+    here = type(mixer.dispatch) is Dispatch and type(mixer.combine) is Combine
+    if here and mixer.experts.fp8 is None and mixer.experts.kernels.experts == "triton":
+        inside = mixer.dispatch, mixer.experts, mixer.combine, *shared
+        return GraphPart(mixer, "_mix", inside, "experts")
+    return GraphPart(*shared, "forward", shared, "shared expert") if shared else None
+
+
 EXPERTS = BlockKind(
     letter="E",
     name="mixture of experts",
@@ -176,6 +194,7 @@ EXPERTS = BlockKind(
     mesh_rules=mesh_rules,
     buffer_numbers=buffer_numbers,
     why_eager=lambda mixer: ROUTED,
+    graph_part=graph_part,
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     compared="none",  # some libraries sum rows in another order, which may change what follows

@@ -22,9 +22,12 @@ from megacpp.errors import ConfigError, config_error
 from megacpp.model.primes import nearest_divisor
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from megacpp.blocks.gated_deltanet.module import GatedDeltaNet
     from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
     from megacpp.memory.forms.local_shapes import LocalShapes
+    from megacpp.model.documents import Documents
     from megacpp.model.regions import Region
 
 
@@ -158,6 +161,22 @@ def context_traffic(own: LocalShapes) -> Iterator[tuple[str, int]]:
         yield "heads", 2 * own.rows * own.row * keys * own.compute
 
 
+def why_eager(mixer: nn.Module) -> str | None:
+    """Return the reason why a block can't be one compiled graph, or None."""
+    from megacpp.blocks.gated_deltanet.module import GatedDeltaScan
+    from megacpp.model import compiled
+
+    return compiled.why_eager(mixer, GatedDeltaScan, "gated_delta_rule", ("triton",))
+
+
+def graph_inputs(mixer: GatedDeltaNet, docs: Documents, x_BTD: Tensor) -> Documents:
+    """Return the documents with the cached values that a scan and a convolution need."""
+    from megacpp.kernels.gated_delta_rule.triton import runs
+    from megacpp.model.compiled import graph_documents
+
+    return graph_documents(docs, ("delta rule",), mixer.delta.conv_kernel, runs)
+
+
 GATED_DELTANET = BlockKind(
     letter="G",
     name="Gated DeltaNet",
@@ -186,6 +205,8 @@ GATED_DELTANET = BlockKind(
         context_traffic,
         taps=lambda model: model.gated_deltanet.conv_kernel,
     ),
+    why_eager=why_eager,
+    graph_inputs=graph_inputs,
     upstream=FUSED,
     hf=HF,
 )

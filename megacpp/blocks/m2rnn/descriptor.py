@@ -20,9 +20,12 @@ from megacpp.errors import ConfigError, config_error
 from megacpp.model.primes import nearest_divisor
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megacpp.blocks.m2rnn.module import M2RNN
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
     from megacpp.memory.forms.local_shapes import LocalShapes
+    from megacpp.model.documents import Documents
     from megacpp.model.regions import Region
 
 
@@ -197,6 +200,27 @@ def once(model: ModelConfig, mesh: MeshConfig) -> bool:
     return mesh.cp_m2rnn == "serial" or (mesh.cp_m2rnn == "auto" and uneven)
 
 
+def why_eager(mixer: M2RNN) -> str | None:
+    """Return the reason why a block can't be one compiled graph, or None."""
+    from megacpp.blocks.m2rnn.module import M2RNNScan
+    from megacpp.model import compiled
+
+    if mixer.g_norm.over_ranks is not None:
+        return "its norm is a sum over ranks"
+    return compiled.why_eager(mixer, M2RNNScan, "m2rnn", ("triton",))
+
+
+def graph_inputs(mixer: M2RNN, docs: Documents, x_BTD: Tensor) -> Documents:
+    """Return the documents with the cached values that a scan and a convolution need."""
+    from megacpp.kernels.m2rnn.backends import anywhere, sequences_of
+    from megacpp.model.compiled import graph_documents
+
+    def sequences(read: Documents) -> None:
+        read.memo("sequences", lambda: anywhere(sequences_of(docs, x_BTD)))
+
+    return graph_documents(docs, ("m2rnn",), mixer.conv_q.num_taps, sequences)
+
+
 M2RNN_KIND = BlockKind(
     letter="R",
     name="M2RNN",
@@ -223,6 +247,8 @@ M2RNN_KIND = BlockKind(
         taps=lambda model: model.m2rnn.conv_kernel,
         once=once,
     ),
+    why_eager=why_eager,
+    graph_inputs=graph_inputs,
     upstream=(
         ForeignTensor(
             "input_projection.weight",

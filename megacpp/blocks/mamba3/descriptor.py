@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from megacpp.model.documents import Documents
     from megacpp.model.regions import Region
 
-BY_HAND = "its kernels say themselves what they keep"
-CUT = "its scan is cut over ranks"
-
 
 def num_heads(model: ModelConfig) -> int:
     """Heads of an M block."""
@@ -199,31 +196,24 @@ def shared_bytes(own: LocalShapes, kinds: Collection[str], saved: bool) -> int:
 def why_eager(mixer: nn.Module) -> str | None:
     """Return the reason why a block can't be one compiled graph, or None."""
     from megacpp.blocks.mamba3.module import Mamba3Scan
-    from megacpp.model.short_conv import Convolve
+    from megacpp.model import compiled
 
-    scan = mixer.scan
-    if not (isinstance(scan, Mamba3Scan) and isinstance(mixer.convolve, Convolve)):
-        return CUT
-    return None if scan.kernels.mamba3 == "torch" else BY_HAND
+    return compiled.why_eager(mixer, Mamba3Scan, "mamba3", ("torch", "triton"))
 
 
 def graph_inputs(mixer: Mamba3, docs: Documents, x_BTD: Tensor) -> Documents:
     """Return the documents with the cached values that a scan and a convolution need."""
-    from megacpp.kernels.causal_conv import reach
     from megacpp.kernels.mamba3.ops import Chunks
-    from megacpp.model.documents import Documents
+    from megacpp.model.compiled import graph_documents
 
     size, dtype = min(mixer.mamba.chunk_size, docs.ids_BT.shape[1]), mixer.dt_bias.dtype
     taps = mixer.mamba.conv_kernel
+    if mixer.kernels.mamba3 == "triton":
+        from megacpp.kernels.mamba3.triton import runs
 
-    def make() -> Documents:
-        read = Documents(docs.ids_BT, docs.positions_BT, docs.whole)
-        Chunks.for_documents(read, size, dtype)
-        if taps and not docs.whole:
-            reach(read, taps)
-        return read
-
-    return docs.memo(("compiled scan", size, dtype, taps), make)
+        return graph_documents(docs, ("mamba3",), taps, runs)
+    key = "mamba3", size, dtype
+    return graph_documents(docs, key, taps, lambda read: Chunks.for_documents(read, size, dtype))
 
 
 MAMBA3 = BlockKind(

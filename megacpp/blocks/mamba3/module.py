@@ -146,7 +146,8 @@ class Mamba3(RecurrentDecoding, Fp32Contract):
         if by_triton(self.kernels.gates, dt_BTH):
             dtype = autocast_dtype(bc_BTS) or bc_BTS.dtype
             weights = self.dt_bias, bc_BTS, self.C_norm.weight, self.B_norm.weight
-            return in_triton("steps", (ranks, eps, dtype, *how), dt_BTH, a_BTH, *weights)
+            given = dt_BTH, a_BTH, *weights
+            return in_triton("steps", None, (ranks, eps, dtype, *how), *given)
         B_BTC, C_BTC = bc_BTS.chunk(2, -1)
         shape = (ranks, -1, self.mamba.d_state)
         ADT_BHT, DT_BHT = steps(dt_BTH, a_BTH, self.dt_bias, *how)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.kernels.gated_delta_rule.triton_launch import DeltaRule, DeltaRulePlan
+from megacpp.kernels.graph_operator import graph_operator
 from megacpp.kernels.strides import side_by_side
 from megacpp.model.documents import Documents
 from megacpp.torch_extras import no_autocast, once_differentiable
@@ -49,7 +50,7 @@ def triton_rule(
         chunk_size: most tokens of a chunk; the kernels take 16, 32 or 64 (see `chunk_of`).
     """
     assert v_BTNV.dtype != torch.float64, "the kernels compute in fp32"
-    plan = DeltaRulePlan(chunk_of(v_BTNV, k_BTHK.shape[-1], chunk_size), _runs(docs))
+    plan = DeltaRulePlan(chunk_of(v_BTNV, k_BTHK.shape[-1], chunk_size), runs(docs))
     with no_autocast(v_BTNV):
         return _DeltaRule.apply(  # type: ignore[return-value]
             q_BTHK, k_BTHK, v_BTNV, g_BTN, beta_BTN, initial_BNKV, plan
@@ -91,10 +92,7 @@ class _DeltaRule(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, g, beta, first)
         ctx.plan = plan
         ctx.set_materialize_grads(False)  # final states are rarely used
-        rule = DeltaRule(plan, q, k, v, g, beta)
-        solved = rule.solve(keep=False)
-        states, last = rule.states(solved, first, keep=q is not None)
-        return v.new_empty(0) if q is None else rule.outputs(solved, states), last
+        return tuple(_forward(q, k, v, g, beta, first, *plan))  # type: ignore[return-value]
 
     @staticmethod
     @once_differentiable
@@ -102,22 +100,57 @@ class _DeltaRule(torch.autograd.Function):
         q, k, v, g, beta, first = ctx.saved_tensors
         with no_autocast(v):
             do = None if q is None else do
-            rule = DeltaRule(ctx.plan, None if do is None else q, k, v, g, beta)
-            solved = rule.solve(keep=True)
-            states, _ = rule.states(solved, first, keep=True)
-            queries, dout = None, rule.v
-            if do is not None:
-                dout = side_by_side(do)
-                queries = rule.of_queries(solved, states, dout)
-            has_first = first is not None
-            dstates, du, dfirst = rule.dstates(solved, queries, dout, dlast, has_first)
-            found = rule.of_keys(solved, queries, states, dstates, du, dout)
-            if dfirst is not None:
-                dfirst = dfirst.to(first.dtype)
-        return *found, dfirst, None
+            asked = None if do is None else q
+            dq, *found, dfirst = _backward(do, dlast, asked, k, v, g, beta, first, *ctx.plan)
+        dfirst = None if first is None else dfirst.to(first.dtype)
+        return None if asked is None else dq, *found, dfirst, None
 
 
-def _runs(docs: Documents | None) -> Tensor | None:
+@graph_operator("delta_rule_forward")
+def _forward(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    first: Tensor | None,
+    chunk: int,
+    runs_BT: Tensor | None,
+) -> list[Tensor]:
+    """Return the outputs, without numbers if there are no queries, and the state behind rows."""
+    rule = DeltaRule(DeltaRulePlan(chunk, runs_BT), q, k, v, g, beta)
+    solved = rule.solve(keep=False)
+    states, last = rule.states(solved, first, keep=q is not None)
+    return [v.new_empty(0) if q is None else rule.outputs(solved, states), last]
+
+
+@graph_operator("delta_rule_backward")
+def _backward(
+    do: Tensor | None,
+    dlast: Tensor | None,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    first: Tensor | None,
+    chunk: int,
+    runs_BT: Tensor | None,
+) -> list[Tensor]:
+    """Return the gradients of q, k, v, g, beta and the first state; of None without numbers."""
+    rule = DeltaRule(DeltaRulePlan(chunk, runs_BT), q, k, v, g, beta)
+    solved = rule.solve(keep=True)
+    states, _ = rule.states(solved, first, keep=True)
+    queries, dout = None, rule.v
+    if do is not None:
+        dout = side_by_side(do)
+        queries = rule.of_queries(solved, states, dout)
+    dstates, du, dfirst = rule.dstates(solved, queries, dout, dlast, first is not None)
+    dq, *found = rule.of_keys(solved, queries, states, dstates, du, dout)
+    return [x if x is not None else v.new_empty(0) for x in (dq, *found, dfirst)]
+
+
+def runs(docs: Documents | None) -> Tensor | None:
     """Return the number of each token's document in its row; None: a row is one document.
 
     The state in front of a row, if there is one, is its first document's.

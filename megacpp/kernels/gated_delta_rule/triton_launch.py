@@ -5,7 +5,6 @@ Legend: as megacpp/kernels/gated_delta_rule/chunks.py, and J chunks of a row, C 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +16,7 @@ COLUMNS = 64  # of values that a program of a chunk takes at a time
 CARRIED = 32  # columns of a state that a program carries from chunk to chunk
 
 
-@dataclass(frozen=True, eq=False)
-class DeltaRulePlan:
+class DeltaRulePlan(NamedTuple):
     """How a run goes.
 
     Attributes:

@@ -77,7 +77,9 @@ def m2rnn_chunked(
         assert backend == "torch", backend
     initial_SNKV = initial_SNKV if initial_SNKV is None else initial_SNKV.to(plan.dtype)
     with no_autocast(v_BTNV):
-        return function.apply(q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, initial_SNKV, plan)
+        given = q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, initial_SNKV, plan
+        y_BTNV, *final = function.apply(*given)
+    return y_BTNV, final[0] if final else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +133,11 @@ def sequences_of(docs: Documents | None, like_BTNV: Tensor) -> Sequences:
     return docs.memo(
         "sequences", lambda: _of_rows(like_BTNV) if whole else _from_starts(docs.starts_BT)
     )
+
+
+def anywhere(seqs: Sequences) -> Sequences:
+    """Return the sequences of a graph, which serves every batch: one may start at any token."""
+    return replace(seqs, entries=range(1, seqs.starts_BT.shape[1])) if seqs.entries else seqs
 
 
 def _of_rows(like_BTNV: Tensor) -> Sequences:

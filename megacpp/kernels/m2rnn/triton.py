@@ -44,7 +44,7 @@ class TritonChunked(torch.autograd.Function):
         w_NVV: Tensor,
         initial_SNKV: Tensor | None,
         plan: ChunkPlan,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, ...]:
         """Return outputs `[B, T, N, V]`, and final states if they are wanted.
 
         Args: as `Chunked.forward` (chunks.py); the plan's dtype is fp32.
@@ -60,11 +60,11 @@ class TritonChunked(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *kept)
         ctx.plan = plan
         ctx.set_materialize_grads(False)  # final states are rarely used
-        return y_BTNV, final_SNKV if plan.final_states else None
+        return (y_BTNV, final_SNKV) if plan.final_states else (y_BTNV,)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_BTNV: Tensor | None, dfinal_SNKV: Tensor | None) -> Any:
+    def backward(ctx: Any, dy_BTNV: Tensor | None, dfinal_SNKV: Tensor | None = None) -> Any:
         """Return the gradients of all tensors of `forward`, from those of its results."""
         # Read once: each reading recomputes a region.
         q_BTNK, k_BTNK, v_BTNV, f_BTN1, w_NVV, initial_SNKV, *kept = ctx.saved_tensors

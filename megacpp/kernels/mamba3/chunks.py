@@ -76,13 +76,13 @@ def mamba3_scan(
         return mamba3_library(
             inputs, weights, docs, pairing, chunk_size, initial, with_state=with_state
         )
-    if backend == "triton" and not torch.compiler.is_compiling():
+    if backend == "triton":
         from megacpp.kernels.mamba3.triton import mamba3_triton
 
         return mamba3_triton(
             inputs, weights, docs, pairing, chunk_size, initial, with_state=with_state
         )
-    assert backend in ("torch", "triton"), backend  # a compiler takes torch's
+    assert backend == "torch", backend
     return mamba3_chunked(inputs, weights, docs, pairing, chunk_size, initial, recompute=recompute)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp.kernels.graph_operator import graph_operator
 from megacpp.kernels.mamba3.carried import final_state
 from megacpp.kernels.mamba3.chunks import first_state
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
@@ -75,7 +76,7 @@ def mamba3_triton(
             weights.D,
             None if initial is None else first_state(inputs, weights, initial, pairing),
             None if initial is None else initial.angle,
-            ScanPlan(chunk, pairing == "half", _runs(docs), fused),
+            ScanPlan(chunk, pairing == "half", runs(docs), fused),
         )
         if not fused:
             norm = {"norm_eps": weights.norm_eps, "dtype": inputs.V.dtype}
@@ -106,31 +107,92 @@ class _Scan(torch.autograd.Function):
         plan: ScanPlan,
     ) -> Tensor:
         given = Q, K, V, Z, ADT, DT, Trap, Angles, Q_bias, K_bias, D
-        scan = Scan(plan, *given)
-        rates = scan.rates(angle_BHA)
-        states_BHJNP = scan.states(rates, first_BHNP)
-        y_BTHP = scan.outputs(rates, states_BHJNP)
-        ctx.save_for_backward(*given, states_BHJNP, first_BHNP, angle_BHA)
+        y_BTHP, states_BHJNP = _forward(*given, first_BHNP, angle_BHA, *plan)
+        ctx.save_for_backward(*given, first_BHNP, angle_BHA, states_BHJNP)
         ctx.plan = plan
         return y_BTHP
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *given, states_BHJNP, first_BHNP, angle_BHA = ctx.saved_tensors
+        *given, first_BHNP, angle_BHA, states_BHJNP = ctx.saved_tensors
+        Q, _, _, Z, *_, Q_bias, _, _ = given
         with torch.autocast(grads[0].device.type, enabled=False):
-            scan = Scan(ctx.plan, *given)
-            rates = scan.rates(angle_BHA)
-            dy_BTHP = side_by_side(grads[0])
-            dstates_BHJNP, dfirst_BHNP = scan.dstates(rates, dy_BTHP, first_BHNP is not None)
-            found = scan.gradients(rates, states_BHJNP, dstates_BHJNP, dy_BTHP)
-            del dstates_BHJNP, states_BHJNP
-            dQ, dK, dV, dZ, *of_weights = found.vectors
-            *of_rates, dangle_BHA = scan.drates(found, angle_BHA is not None)
-        return dQ, dK, dV, dZ, *of_rates, *of_weights, dfirst_BHNP, dangle_BHA, None
+            everything = grads[0], states_BHJNP, *given, first_BHNP, angle_BHA, *ctx.plan
+            dqk, dV, dZ, *of_rates, of_heads, dfirst_BHNP, dangle_BHA = _backward(*everything)
+        H, (dQ, dK) = len(Q_bias), dqk.unbind()
+        *dbiases, dD = of_heads.split([Q_bias.numel(), Q_bias.numel(), H])
+        of_weights = *(x.view_as(Q_bias) for x in dbiases), dD
+        vectors = dQ.to(Q.dtype), dK.to(Q.dtype), dV, None if Z is None else dZ.to(Z.dtype)
+        first = None if first_BHNP is None else dfirst_BHNP
+        angle = None if angle_BHA is None else dangle_BHA
+        return *vectors, *of_rates, *of_weights, first, angle, None
 
 
-def _runs(docs: Documents) -> Tensor | None:
+@graph_operator("mamba3_forward")
+def _forward(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    Z: Tensor | None,
+    ADT: Tensor,
+    DT: Tensor,
+    Trap: Tensor,
+    Angles: Tensor,
+    Q_bias: Tensor,
+    K_bias: Tensor,
+    D: Tensor,
+    first_BHNP: Tensor | None,
+    angle_BHA: Tensor | None,
+    chunk: int,
+    halves: bool,
+    runs_BT: Tensor | None,
+    narrow: bool,
+) -> list[Tensor]:
+    """Return the outputs, and the state in front of each chunk."""
+    plan = ScanPlan(chunk, halves, runs_BT, narrow)
+    scan = Scan(plan, Q, K, V, Z, ADT, DT, Trap, Angles, Q_bias, K_bias, D)
+    rates = scan.rates(angle_BHA)
+    states_BHJNP = scan.states(rates, first_BHNP)
+    return [scan.outputs(rates, states_BHJNP), states_BHJNP]
+
+
+@graph_operator("mamba3_backward")
+def _backward(
+    dy_BTHP: Tensor,
+    states_BHJNP: Tensor,
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    Z: Tensor | None,
+    ADT: Tensor,
+    DT: Tensor,
+    Trap: Tensor,
+    Angles: Tensor,
+    Q_bias: Tensor,
+    K_bias: Tensor,
+    D: Tensor,
+    first_BHNP: Tensor | None,
+    angle_BHA: Tensor | None,
+    chunk: int,
+    halves: bool,
+    runs_BT: Tensor | None,
+    narrow: bool,
+) -> list[Tensor]:
+    """Return the gradients; biases and D are one tensor, and what isn't wanted has no numbers."""
+    plan = ScanPlan(chunk, halves, runs_BT, narrow)
+    scan = Scan(plan, Q, K, V, Z, ADT, DT, Trap, Angles, Q_bias, K_bias, D)
+    rates = scan.rates(angle_BHA)
+    dy_BTHP = side_by_side(dy_BTHP)
+    dstates_BHJNP, dfirst_BHNP = scan.dstates(rates, dy_BTHP, first_BHNP is not None)
+    found = scan.gradients(rates, states_BHJNP, dstates_BHJNP, dy_BTHP)
+    del dstates_BHJNP, states_BHJNP
+    *of_rates, dangle_BHA = scan.drates(found, angle_BHA is not None)
+    results = found.dqk, found.dv, found.dz, *of_rates, found.of_heads, dfirst_BHNP, dangle_BHA
+    return [V.new_empty(0) if x is None else x for x in results]
+
+
+def runs(docs: Documents) -> Tensor | None:
     """Return the number of each token's document in its row; None: a row is one document."""
 
     def make() -> Tensor:

@@ -19,8 +19,7 @@ ELEMENTS = 512  # of a state that a program carries from chunk to chunk
 HEADS = 8  # whose gradients of rates are one program's
 
 
-@dataclass(frozen=True, eq=False)
-class ScanPlan:
+class ScanPlan(NamedTuple):
     """How a scan runs.
 
     Attributes:
@@ -55,13 +54,19 @@ class Gradients(NamedTuple):
     """Results of the chunks' backward: what a caller gets, then what `Scan.drates` takes.
 
     Attributes:
-        vectors: of Q, K, V, Z (None: no gate), biases and D.
+        dqk: of Q and of K, `[2, B, T, 1, G, N]` in the dtype of V.
+        dv: of V.
+        dz: of Z, in the dtype of V; None: no gate.
+        of_heads: of the biases and of D, `[H (2 N + 1)]`.
         tokens: of sums, scale and gamma, `[3, B, H, T]`.
         turns_BHTA: of the angle of each token.
         entering_BHJA: of the angle that enters each chunk, by its own tokens.
     """
 
-    vectors: tuple[Tensor | None, ...]
+    dqk: Tensor
+    dv: Tensor
+    dz: Tensor | None
+    of_heads: Tensor
     tokens: Tensor
     turns_BHTA: Tensor
     entering_BHJA: Tensor
@@ -216,12 +221,9 @@ class Scan:
             fixed = self.constants() | {"GATED": self.gated}
             self._launch(kernel, (J, H, B), *given, *found, *places, **fixed)
         dqk = dqk.view(2, B, T, 1, G, H // G, N)
-        dQ, dK = (dqk.sum(5) if H > G else dqk.squeeze(5)).unbind()
-        *dbiases, dD = of_heads.sum((0, 1)).split([H * N, H * N, H])
-        gate = dz.to(self.Z.dtype) if self.gated else None
-        of_vectors = dQ.to(self.Q.dtype), dK.to(self.K.dtype), dv, gate
-        of_weights = *(x.view(H, 1, N) for x in dbiases), dD
-        return Gradients((*of_vectors, *of_weights), of_tokens, dturns, dentering)
+        dqk = dqk.sum(5) if H > G else dqk.squeeze(5)
+        of_vectors = dqk, dv, dz if self.gated else None
+        return Gradients(*of_vectors, of_heads.sum((0, 1)), of_tokens, dturns, dentering)
 
     def drates(self, of: Gradients, first: bool) -> tuple[Tensor | None, ...]:
         """Return the gradients of ADT, DT, Trap and Angles, and of the angle in front of rows.
