@@ -42,7 +42,7 @@ def call(self, args):
 
 @pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason="another version fuses anew")
 @pytest.mark.parametrize(
-    "case", [("A", torch.bfloat16), ("F", torch.bfloat16), ("F", torch.float32)], ids=str
+    "case", [*((letter, torch.bfloat16) for letter in "AFEMR"), ("F", torch.float32)], ids=str
 )
 def test_the_page_has_todays_counts_of_compiled_blocks(case: tuple[str, torch.dtype]) -> None:
     section = PAGE.read_text().partition(COMPILED_HEADING)[2].partition("\n## ")[0]
