@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megacpp.kernels.m2rnn.chunks import ChunkPlan
 from megacpp.kernels.m2rnn.triton_launch import Launch
+from megacpp.kernels.strides import side_by_side
 from megacpp.torch_extras import no_autocast, once_differentiable
 
 CLIPS = {None: 0, "carried": 1, "total": 2}  # the kernels' names of them
@@ -93,7 +94,7 @@ def _ready(
     initial_SNKV: Tensor | None,
 ) -> tuple[Any, ...]:
     """Return the inputs with contiguous vectors and matrices."""
-    vectors = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BTNK, k_BTNK, v_BTNV))
+    vectors = [side_by_side(x) for x in (q_BTNK, k_BTNK, v_BTNV)]
     initial_SNKV = None if initial_SNKV is None else initial_SNKV.contiguous()
     return *vectors, f_BTN1[..., 0], w_NVV.contiguous(), initial_SNKV
 
