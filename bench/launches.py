@@ -200,7 +200,7 @@ def table() -> str:
 
 
 def compiled_line(letter: str, dtype: torch.dtype) -> str:
-    """Return the line of a compiled block, or of an E block's part that is a graph.
+    """Return the line of a compiled block, or of an E block's shared expert.
 
     Args:
         letter: kind of block.
@@ -218,7 +218,7 @@ def compiled_line(letter: str, dtype: torch.dtype) -> str:
         block.to_empty(device="cpu")
         x_BTD = torch.empty(ROWS, TOKENS, model.dim, dtype=torch.bfloat16, requires_grad=True)
         block(x_BTD, Documents.rows(ROWS, TOKENS))
-        run: Any = block._forward if whole else vars(block.mixer)["_mix"]
+        run: Any = block._forward if whole else block.mixer.shared.forward
         ((pair,),) = ([*run.graph.pairs.values()],)
         ours = [_launches_of_ours(graph) for graph in (pair.forward, pair.backward)]
     found = scheduled(pair.forward), scheduled(pair.backward, backward=True)

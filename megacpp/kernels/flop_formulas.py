@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import register_flop_formula
 
 import megacpp.kernels.experts.grouped_mm
 import megacpp.kernels.gated_delta_rule.triton
@@ -28,14 +28,6 @@ def _expert_products(x_SD: torch.Size, weight_EDF: torch.Size, *_: Any, **__: An
 @register_flop_formula(torch.ops.megacpp.expert_outer_products)
 def _expert_outer_products(left_SF: torch.Size, right_SD: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * left_SF[0] * left_SF[1] * right_SD[1]
-
-
-if torch.ops.aten._grouped_mm not in flop_registry:
-
-    @register_flop_formula(torch.ops.aten._grouped_mm)
-    def _grouped_products(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-        """FLOPs of products of all rows, or of all groups' outer products."""
-        return 2 * math.prod(a) * b[-1]
 
 
 @register_flop_formula(torch.ops.aten.linalg_solve_triangular)

@@ -51,7 +51,13 @@ class Gate(torch.autograd.Function):
     def forward(
         ctx: Any, name: str, form: Callable[..., Any] | None, how: tuple[Any, ...], *given: Tensor
     ) -> Any:
-        """Return what the function, or torch's form of it, returns of `given` and `how`."""
+        """Return what the function, or torch's form of it, returns of `given` and `how`.
+
+        Args:
+            ctx, name: autograd's context, and a name of `GATES`.
+            form: torch's form; None: a graph has the kernel, too.
+            how, given: arguments behind the tensors, and these.
+        """
         ctx.save_for_backward(*given)
         ctx.name, ctx.how = name, how
         if form is None or not torch.compiler.is_compiling():
@@ -175,7 +181,9 @@ def steps_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of dt, a, bias, the channels B | C and both weights.
 
-    Args: gradients of the results of `steps`, `[B, T, R, G, W]` and `[B, N, T]`, then as there.
+    Args: those of `steps` behind gradients of its results:
+        dC: gradient of normed C, `[B, T, R, G, W]`.
+        dB: gradient of normed B, `[B, T, R, G, W]`.
     """
     given = dt_BTN, a_BTN, bias_N, bc_BTC, C_weight_W, B_weight_W
     ddt, da, dbc, sums = _steps_gradients(dC, dB, dadt_BNT, dstep_BNT, *given, eps, floor, softplus)
@@ -200,7 +208,6 @@ def _steps_gradients(
     floor: float,
     softplus: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of dt, a and channels, and those of the bias and both weights in one."""
     given = dt_BTN, a_BTN, bc_BTC
     ddt, da, dbc = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given)
     (dt_BTN, a_BTN), N, W = _alike(dt_BTN, a_BTN), dt_BTN.shape[-1], len(C_weight_W)
@@ -303,7 +310,6 @@ def gated_norm_backward(
     return dx, dz, part_PHP.sum(0, dtype=weight_HP.dtype)
 
 
-# The gates of `Gate`, each with its backward.
 GATES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "decay": (decay, decay_backward),
     "steps": (steps, steps_backward),

@@ -108,7 +108,7 @@ def test_steps(width: int, dtype: torch.dtype, softplus: bool) -> None:
 
     def made(*leaves: Tensor, backend: str) -> Any:
         if backend == "triton":
-            return in_triton("steps", (2, 1e-5, torch.float32, 0.1, softplus), *leaves)
+            return in_triton("steps", None, (2, 1e-5, torch.float32, 0.1, softplus), *leaves)
         dt, a, bias, bc, c_weight, b_weight = leaves
         b_BTRGW, c_BTRGW = bc.unflatten(-1, (2, 2, 3, width)).unbind(2)
         parts = (c_BTRGW, c_weight), (b_BTRGW, b_weight)
@@ -127,7 +127,7 @@ def test_a_group_that_overflows_has_no_gradient() -> None:
     bc = bc.to(DEVICE).requires_grad_()
     weight = torch.ones(4, device=DEVICE)
     how = 1, 1e-5, torch.float32, 0.1, True
-    c, b, *_ = in_triton("steps", how, dt, dt, weight, bc, weight, weight)
+    c, b, *_ = in_triton("steps", None, how, dt, dt, weight, bc, weight, weight)
     (dbc,) = torch.autograd.grad((c.sum() + b.square().sum()), bc)
     assert not b[0, 1, 0, 1].any() and dbc[0, 1, 4:8].isnan().all()
     assert dbc.isnan().sum() == 4 and c.isfinite().all()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megacpp.model.compiled import GraphPart
     from megacpp.model.regions import Region
 
-ROUTED = "its router counts what it chose"  # a graph would have to take its buffers along
+ROUTED = "sizes of what is routed depend on values"  # so no graph knows them
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> MixtureOfExperts:
@@ -153,20 +153,11 @@ def lines(config: Config) -> Iterator[str]:
 
 
 def graph_part(mixer: MixtureOfExperts) -> GraphPart | None:
-    """Return all that follows the choice of experts, or the shared expert alone; None: neither.
-
-    On a CPU groups have as many slots as their tokens need, which no graph knows; Triton's have the
-    most that the shapes can need.
-    """
-    from megacpp.blocks.experts.module import Combine, Dispatch
+    """Return the shared expert, if there is one."""
     from megacpp.model.compiled import GraphPart
 
-    shared = () if mixer.shared is None else (mixer.shared,)
-    here = type(mixer.dispatch) is Dispatch and type(mixer.combine) is Combine
-    if here and mixer.experts.fp8 is None and mixer.experts.kernels.experts == "triton":
-        inside = mixer.dispatch, mixer.experts, mixer.combine, *shared
-        return GraphPart(mixer, "_mix", inside, "experts")
-    return GraphPart(*shared, "forward", shared, "shared expert") if shared else None
+    shared = mixer.shared
+    return None if shared is None else GraphPart(shared, "forward", (shared,), "shared expert")
 
 
 EXPERTS = BlockKind(
