@@ -41,6 +41,7 @@ from checkpointing.compile import compile_blocks
 from checkpointing.tracing.graphs import TracedGraphs
 from checkpointing.tracing.operators import ALLOCATORS, kind_of, tensors_in
 from megacpp.blocks.experts import module as experts
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.presets import nam56r_base
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels, set_kernels
 from megacpp.kernels.experts import rows as rows_of_experts
@@ -200,7 +201,7 @@ def table() -> str:
 
 
 def compiled_line(letter: str, dtype: torch.dtype) -> str:
-    """Return the line of a compiled block, or of an E block's shared expert.
+    """Return the line of a compiled block, or of the part of it that is a graph.
 
     Args:
         letter: kind of block.
@@ -212,13 +213,13 @@ def compiled_line(letter: str, dtype: torch.dtype) -> str:
     set_kernels(block, Kernels(**dict.fromkeys(TRITON, "triton")))
     # Another layer is the last, which keeps everything.
     stack: Any = SimpleNamespace(blocks={"0": block}, letters=2 * letter)
-    part = compile_blocks(stack, "inductor", 1.0, make=TracedGraphs).graphs[0]
-    whole = part == "block"
+    part = KINDS[letter].graph_part(block.mixer)
+    name = compile_blocks(stack, "inductor", 1.0, make=TracedGraphs).graphs[0]
     with counted(), torch.autocast("cpu", torch.bfloat16):
         block.to_empty(device="cpu")
         x_BTD = torch.empty(ROWS, TOKENS, model.dim, dtype=torch.bfloat16, requires_grad=True)
         block(x_BTD, Documents.rows(ROWS, TOKENS))
-        run: Any = block._forward if whole else block.mixer.shared.forward
+        run: Any = block._forward if part is None else getattr(part.module, part.method)
         ((pair,),) = ([*run.graph.pairs.values()],)
         ours = [_launches_of_ours(graph) for graph in (pair.forward, pair.backward)]
     found = scheduled(pair.forward), scheduled(pair.backward, backward=True)
@@ -226,7 +227,7 @@ def compiled_line(letter: str, dtype: torch.dtype) -> str:
     width = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     there, back = (len(names) + more for (names, _), more in zip(found, ours, strict=True))
     return (
-        f"| {letter}{'' if whole else f', {part}'} | {width} | {there} | {back} | {products} | "
+        f"| {letter}{'' if part is None else f', {name}'} | {width} | {there} | {back} | {products} | "
         f"{found[0][1] / 1e9:.2f} | {found[1][1] / 1e9:.2f} |"
     )
 

@@ -8,7 +8,8 @@ block's computation is compiled, so names, hooks and saved state stay as they ar
     A, F    the whole block, one graph without a break
     M, R, G the whole block, with every head on this rank, if its scan is one operator: by Triton,
             and of M by torch, too
-    E       the shared expert; sizes of routed tensors depend on values, which no graph knows
+    E       all behind the choice of experts, if by Triton or within a capacity, on one rank of ep
+            and tp; else the shared expert, as sizes depend on values, which no graph knows
     A.*     nothing of a sparse block: its selection is kept for other layers and its backward
 
 Blocks of the same classes share their graphs. Without gradients nothing is saved and blocks run

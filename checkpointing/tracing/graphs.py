@@ -122,8 +122,16 @@ class _Body:
         ]
         read = _with(self.read, dict(enumerate(local[number + 1 :])), {})
         given = dict(zip(self.names, leaves, strict=True))
-        with stateless._reparametrize_module(self.module, given):  # type: ignore[arg-type]
-            return (self.function(self.module, local[number], *read),)
+        # What attention records for QK-clip, a few numbers a head, isn't a result of the graph.
+        recorders = [(m, m.recorder) for m in self.module.modules() if hasattr(m, "recorder")]
+        for core, _ in recorders:
+            core.recorder = None
+        try:
+            with stateless._reparametrize_module(self.module, given):  # type: ignore[arg-type]
+                return (self.function(self.module, local[number], *read),)
+        finally:
+            for core, recorder in recorders:
+                core.recorder = recorder
 
 
 class _Leaf(torch.autograd.Function):

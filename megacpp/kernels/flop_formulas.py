@@ -30,6 +30,12 @@ def _expert_outer_products(left_SF: torch.Size, right_SD: torch.Size, *_: Any, *
     return 2 * left_SF[0] * left_SF[1] * right_SD[1]
 
 
+@register_flop_formula(torch.ops.aten._grouped_mm)
+def _grouped_mm(left: torch.Size, right: torch.Size, *_: Any, **__: Any) -> int:
+    """FLOPs of a product of each group's rows `[S, D]` with its `[D, F]`, or of sums over them."""
+    return 2 * left[-2] * left[-1] * right[-1]
+
+
 @register_flop_formula(torch.ops.aten.linalg_solve_triangular)
 def _triangular(a_CC: torch.Size, b_CV: torch.Size, *_: Any, **__: Any) -> int:
     """FLOPs of a triangular solve: half a product of the sizes."""

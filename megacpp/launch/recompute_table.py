@@ -42,10 +42,12 @@ def layer_rows(config: Config, compiled: Mapping[int, str]) -> list[dict[str, An
     for layer, (letter, chosen) in enumerate(zip(letters, regions, strict=True)):
         if config.mesh.tp == 1:
             chosen = chosen - {"gather"}
+        if layer in compiled:  # what the compiler decides about
+            chosen = chosen - ({"mlp", "expert_gemm"} if "experts" in compiled[layer] else {"mlp"})
         names = [word for region, word in WORDS.items() if region in chosen]
         if letter == "R" and config.recompute.rblock != "none":
             names.append("recurrence from its chunks' first states")
-        if layer in compiled:  # in an E block, only the shared expert is compiled
+        if layer in compiled:  # an E block isn't compiled whole
             names = [*(names if letter == "E" else []), compiled[layer]]
         row = {"layer": layer, "kind": letter, "runs_again": names}
         rows.append(row if config.precision.fp8 == "off" else row | {"fp8": layer in in_fp8})

@@ -81,6 +81,7 @@ MODELS = {
         small(LETTERS), attention=replace(small().attention, window=5, full_layers="1")
     ),
     "mla": replace(variants()["mla_low_rank_queries_yarn"], pattern=LETTERS, depth=7),
+    "capacity": replace(small("EEF"), moe=replace(small().moe, capacity_factor=0.75)),
     "softcap relu2": replace(
         small("AFF"),
         attention=replace(small().attention, softcap=3.0),
@@ -109,7 +110,9 @@ def test_gradients_are_those_of_the_blocks_as_written(name: str) -> None:
     parts = [found.graphs.get(layer) for layer in range(len(plain.letters))]
     scans = sum(letter == "M" for letter in plain.letters)
     kinds = len({kind for kind in plain.kinds if kind[0] == "A"})
-    expected = 2 * kinds + 2 + parts.count("shared expert") + 2 * min(scans, 1)
+    experts = parts.count("shared expert") + min(parts.count("experts"), 1)
+    dense = len({found.budgets[n] for n, kind in enumerate(plain.kinds) if kind[0] == "F"})
+    expected = 2 * kinds + dense + experts + 2 * min(scans, 1)
     assert graphs[1:] == [expected] * 5
     assert not counters["graph_break"]
 

@@ -58,23 +58,27 @@ class Steps:
     graphs: list[int] = field(default_factory=list)
 
 
-def steps(rank: int, _world: int, run: Run, pattern: str, budget: float | None) -> Steps:
+def steps(
+    rank: int, _world: int, run: Run, pattern: str, budget: float | None, capacity: float | None
+) -> Steps:
     """Gradients of two steps; budget None: nothing is compiled."""
     world, config, found = world_of(rank, run), config_of(run), Steps()
-    config = replace(config, model=replace(config.model, pattern=pattern, depth=len(pattern)))
+    moe = replace(config.model.moe, capacity_factor=capacity)
+    model = replace(config.model, pattern=pattern, depth=len(pattern), moe=moe)
+    config = replace(config, model=model)
 
     def prepare(model: Any) -> None:
         if budget is not None:
             compile_blocks(model, "aot_eager", budget)
 
-    model = build_model(config, world, prepare)
-    boundary = AccumulationBoundary(model, world, config)
+    built = build_model(config, world, prepare)
+    boundary = AccumulationBoundary(built, world, config)
     for step in range(2):
         sums = boundary.accumulate(batches_of(step, world, run))
         found.losses.append(sums.loss_sum.item())
-        found.gradients.append(gradients(model))
+        found.gradients.append(gradients(built))
         found.graphs.append(counters["stats"]["unique_graphs"])
-        model.zero_grad()
+        built.zero_grad()
     assert not counters["graph_break"]
     return found
 
@@ -82,6 +86,9 @@ def steps(rank: int, _world: int, run: Run, pattern: str, budget: float | None) 
 CASES = {
     # Every module has a class of its own: a graph for each block and each shared expert.
     "tp=2 dp_shard=2": (Run("plain", MeshConfig(tp=2, dp_shard=2), accum=2), "AFE", 0.5, {3}),
+    # All that is behind the choice of experts, but where FSDP2 gathers experts apart.
+    "dp_shard=2 capacity": (Run("plain", MeshConfig(dp_shard=2)), "EEF", 0.5, {2}),
+    "tp=2 capacity": (Run("plain", MeshConfig(tp=2, dp_shard=1)), "AFE", 0.5, {3}),
     "tp=2 inputs only": (Run("mla", MeshConfig(tp=2, dp_shard=1)), "AFA", 0.0, {3}),
     # One for all blocks of a kind; the last one has a budget of its own.
     "dp_shard=2 ep=2": (
@@ -99,15 +106,16 @@ CASES = {
     ),
     "cp=2": (Run("plain", MeshConfig(cp=2, dp_shard=1)), "AEF", 0.5, {2}),
 }
+CAPACITY = {name: 2.0 for name in CASES if "capacity" in name}  # room for all choices
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_on_any_mesh(name: str) -> None:
-    run, pattern, budget, graphs = CASES[name]
-    expected = steps(0, 1, run.reference, pattern, None)
+    (run, pattern, budget, graphs), capacity = CASES[name], CAPACITY.get(name)
+    expected = steps(0, 1, run.reference, pattern, None, capacity)
     assert expected.graphs == [0, 0]
-    job = functools.partial(steps, run=run, pattern=pattern, budget=budget)
+    job = functools.partial(steps, run=run, pattern=pattern, budget=budget, capacity=capacity)
     found = run_ranks(job, run.world, timeout_s=LONG_S)
     for step in range(2):
         covered([of_rank.gradients[step] for of_rank in found], expected.gradients[step])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.kernels.experts import fp8, grouped_mm, triton, triton_units
+from megacpp.kernels.experts import fp8, grouped_mm, triton
 from megacpp.kernels.experts.rows import group_rows
 from megacpp.kernels.m2rnn import triton as m2rnn
 
@@ -44,16 +44,19 @@ def of_experts() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     yield "weighed rows", triton._spread_weighed, weighed
     summed = columns(S, D), groups.slot_KT, None, weights_TK.T, noise(T, D), torch.bfloat16
     yield "sum", triton._sum_of_slots, summed
-    yield "units of halves", triton_units._units, (*noise(S, 2 * D).chunk(2, 1), *nothing)
-    yield "units of columns", triton_units._units, (columns(S, D), noise(S, D), *copies)
-    found = noise(S, 2 * D).chunk(2, 1)
-    yield (
-        "units back to halves",
-        triton_units._units_backward,
-        (columns(S, D), columns(S, D), *nothing, *found, True),
-    )
-    single = columns(S, D), None, *copies, noise(S, D), noise(0), True
-    yield "single units back", triton_units._units_backward, single
+    import megacpp.kernels.experts.triton_rows
+    import megacpp.kernels.experts.triton_units  # noqa: F401 - these define the operators
+
+    ours, found = torch.ops.megacpp, noise(S, 2 * D).chunk(2, 1)
+    units, units_back = ours.experts_units.default, ours.experts_units_backward.default
+    yield "units of halves", units, (*found, *nothing)
+    yield "units of columns", units, (columns(S, D), noise(S, D), *copies)
+    halves = columns(S, D), columns(S, D), *nothing, found[0], True
+    yield "units back to halves", units_back, halves
+    yield "units back of columns", units_back, (*found, *copies, columns(S, D), False)
+    yield "single units back", units_back, (columns(S, D), None, *copies, noise(S, D), True)
+    yield "groups", ours.experts_group.default, (chosen_TK, E, 16, False)
+    yield "groups of some", ours.experts_group.default, (chosen_TK.clamp(max=1), 1, 16, True)
     yield "products", grouped_mm._loop, (columns(S, D), noise(E, D, 8), counts_E, None)
     outer = columns(S, 8), columns(S, D), None, counts_E.tolist(), E
     yield "outer products", grouped_mm._outer_loop, outer

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megacpp.model.regions import Region
 
 ROUTED = "sizes of what is routed depend on values"  # so no graph knows them
+COUNTED = "the choice of experts adds to buffers"
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> MixtureOfExperts:
@@ -152,12 +153,34 @@ def lines(config: Config) -> Iterator[str]:
         )
 
 
+def why_eager(mixer: MixtureOfExperts) -> str:
+    """Return the reason why a block can't be one compiled graph."""
+    return COUNTED if _one_graph(mixer) else ROUTED
+
+
 def graph_part(mixer: MixtureOfExperts) -> GraphPart | None:
-    """Return the shared expert, if there is one."""
+    """Return all behind the choice of experts, or the shared expert alone, or None."""
     from megacpp.model.compiled import GraphPart
 
     shared = mixer.shared
+    if _one_graph(mixer):
+        inside = mixer.dispatch, mixer.experts, mixer.combine, shared
+        return GraphPart(mixer, "_mix", tuple(x for x in inside if x is not None), "experts")
     return None if shared is None else GraphPart(shared, "forward", (shared,), "shared expert")
+
+
+def _one_graph(mixer: MixtureOfExperts) -> bool:
+    """Return whether all behind the choice of experts can be one compiled graph.
+
+    Sizes must not depend on the choice, and FSDP2 must not gather the experts apart from their
+    block, as it does where the block is cut over `tp`.
+    """
+    from megacpp.blocks.experts.module import Combine, Dispatch
+    from megacpp.torch_extras import is_dtensor
+
+    here = type(mixer.dispatch) is Dispatch and type(mixer.combine) is Combine
+    fixed = mixer.moe.capacity_factor is not None or mixer.experts.kernels.experts == "triton"
+    return here and fixed and not any(map(is_dtensor, mixer.parameters()))
 
 
 EXPERTS = BlockKind(
@@ -184,7 +207,7 @@ EXPERTS = BlockKind(
     policy_checks=policy_checks,
     mesh_rules=mesh_rules,
     buffer_numbers=buffer_numbers,
-    why_eager=lambda mixer: ROUTED,
+    why_eager=why_eager,
     graph_part=graph_part,
     regions=regions,
     region_multiply_adds=region_multiply_adds,

@@ -62,7 +62,7 @@ def group_rows(
             (`num_experts`) and have no slot; None: all have one.
         backend: of `experts`; Triton's counts instead of sorting, and S is the most on any device.
     """
-    if backend == "triton" and not torch.compiler.is_compiling():
+    if backend == "triton":
         from megacpp.kernels.experts import triton_rows
 
         return Groups(*triton_rows.group(expert_TK, num_experts, multiple, expected is not None))

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp.kernels.experts.sizes import most_slots
+from megacpp.kernels.graph_operator import graph_operator
 from megacpp.kernels.strides import launch
 
 PROGRAMS = 512  # at most: each reads what all have counted
@@ -41,6 +42,14 @@ def group(
         owned: some copies may have no expert: the slots of experts end with those of none, and the
             last result is their mask, bool `[K, T]`; else it is None.
     """
+    slot_TK, token_S, counts_X, kept_TK = _group(expert_TK, num_experts, multiple, owned)
+    return slot_TK.T, token_S, counts_X, kept_TK.T if owned else None
+
+
+@graph_operator("experts_group")
+def _group(
+    expert_TK: Tensor, num_experts: int, multiple: int, owned: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     expert_TK, (T, K) = expert_TK.contiguous(), expert_TK.shape
     # A token chooses an expert once, so it has no more copies than there are experts.
     slots = most_slots(num_experts, T * (min(K, num_experts) if owned else K), multiple)
@@ -57,7 +66,7 @@ def group(
     sizes = T * K, each, programs, slots
     constants = {"K": K, "MULTIPLE": multiple, "OWNED": owned}
     _launch(_place_kernel, programs, *given, *sizes, **constants, **shape)
-    return slot_TK.T, token_S, counts_X, kept_TK.T if owned else None
+    return slot_TK, token_S, counts_X, kept_TK
 
 
 def weights_of_slots(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megacpp.kernels.experts.rows import Groups
 from megacpp.kernels.experts.triton import BLOCK
+from megacpp.kernels.graph_operator import graph_operator
 from megacpp.kernels.strides import launch
 
 
@@ -52,7 +53,7 @@ def units_backward(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return the gradients of all given tensors, and the weighed units again if they are wanted.
 
-    The gradient of `up` (of `gate` without one) takes the place of `grad_SI`.
+    The gradient of `up` (of `gate` without one) takes the place of `grad_SI`, but for in a graph.
 
     Args:
         gate_SI: gate.
@@ -64,13 +65,13 @@ def units_backward(
         other_SI: memory for the gradient of `gate` beside one of `up`, its rows as far apart as
             those of `grad_SI`; None: new memory.
     """
-    copies = _slots_of(weights_TK, groups)
-    if up_SI is None:
-        other_SI = grad_SI.new_empty(0)
-    elif other_SI is None:
-        other_SI = torch.empty_like(grad_SI)
-    weight, units = _units_backward(gate_SI, up_SI, *copies, grad_SI, other_SI, wants_units)
-    grads = [grad_SI] if up_SI is None else [other_SI, grad_SI]
+    given = gate_SI, up_SI, *_slots_of(weights_TK, groups), grad_SI, wants_units
+    if torch.compiler.is_compiling():
+        *grads, weight, units = _new_gradients(*given)
+    else:
+        other_SI = torch.empty_like(grad_SI) if other_SI is None else other_SI
+        grads = [grad_SI] if up_SI is None else [other_SI, grad_SI]
+        weight, units = _gradients(*given, grads)
     return grads + ([] if weights_TK is None else [weight]), units if wants_units else None
 
 
@@ -82,7 +83,7 @@ def _slots_of(weights_TK: Tensor | None, groups: Groups | None) -> tuple[Tensor 
     return weights_TK.contiguous(), groups.slot_KT.T.contiguous(), groups.token_S, kept
 
 
-@torch.library.custom_op("megacpp::experts_units", mutates_args=())
+@graph_operator("experts_units")
 def _units(
     gate_SI: Tensor,
     up_SI: Tensor | None,
@@ -106,8 +107,8 @@ def _units(
     return out_SI
 
 
-@torch.library.custom_op("megacpp::experts_units_backward", mutates_args=("grad_SI", "other_SI"))
-def _units_backward(
+@graph_operator("experts_units_backward")
+def _new_gradients(
     gate_SI: Tensor,
     up_SI: Tensor | None,
     weights_TK: Tensor | None,
@@ -115,13 +116,34 @@ def _units_backward(
     token_S: Tensor | None,
     kept_TK: Tensor | None,
     grad_SI: Tensor,
-    other_SI: Tensor,
     wants_units: bool,
+) -> list[Tensor]:
+    """Return the gradients of gate and up, of the weights, and the units; empty: not wanted."""
+    grad_SI, gated = grad_SI.contiguous(), up_SI is not None
+    grads = [torch.empty_like(grad_SI) for _ in range(1 + gated)]
+    copies = weights_TK, slot_TK, token_S, kept_TK
+    return [*grads, *_gradients(gate_SI, up_SI, *copies, grad_SI, wants_units, grads)]
+
+
+def _gradients(
+    gate_SI: Tensor,
+    up_SI: Tensor | None,
+    weights_TK: Tensor | None,
+    slot_TK: Tensor | None,
+    token_S: Tensor | None,
+    kept_TK: Tensor | None,
+    grad_SI: Tensor,
+    wants_units: bool,
+    grads: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    assert grad_SI.stride(1) == 1, "written in place"
-    assert up_SI is None or other_SI.stride() == grad_SI.stride(), "one place in both"
+    """Write the gradients of gate and up, whose strides are those of `grad_SI`.
+
+    Return that of the weights, and the units; empty: not wanted.
+    """
+    assert all(x.stride() == grad_SI.stride() and x.stride(1) == 1 for x in grads), "one place"
     (gate_SI, up), (S, hidden) = _as_far_apart(gate_SI, up_SI), gate_SI.shape
-    dweight_TK, units_SI = _of_backward(gate_SI, weights_TK, wants_units)
+    dweight_TK = gate_SI.new_empty(0) if weights_TK is None else torch.empty_like(weights_TK)
+    units_SI = gate_SI.new_empty(gate_SI.shape if wants_units else 0)
     if kept_TK is not None or not len(gate_SI):  # copies without a slot
         dweight_TK.zero_()
     if gate_SI.numel():
@@ -129,7 +151,7 @@ def _units_backward(
         launch(
             _units_backward_kernel,
             (S,),
-            *(gate_SI, up, *copies, grad_SI, other_SI, dweight_TK, units_SI),
+            *(gate_SI, up, *copies, grad_SI, grads[0], grads[-1], dweight_TK, units_SI),
             *(gate_SI.stride(0), grad_SI.stride(0)),
             hidden=hidden,
             GATED=up_SI is not None,
@@ -156,26 +178,6 @@ def _given(gate_SI: Tensor, *given: Tensor | None) -> list[Tensor]:
 def _weighing(weights_TK: Tensor | None, kept_TK: Tensor | None) -> dict[str, Any]:
     top_k = 0 if weights_TK is None else weights_TK.shape[1]
     return {"K": top_k, "SOME": kept_TK is not None}
-
-
-def _of_backward(
-    gate_SI: Tensor, weights_TK: Tensor | None, wants_units: bool
-) -> tuple[Tensor, Tensor]:
-    """Return memory for the gradient of weights, and for the units, if wanted."""
-    dweight_TK = gate_SI.new_empty(0) if weights_TK is None else torch.empty_like(weights_TK)
-    return dweight_TK, gate_SI.new_empty(gate_SI.shape if wants_units else 0)
-
-
-@_units.register_fake
-def _(gate_SI: Tensor, *_: Tensor | None) -> Tensor:
-    return gate_SI.new_empty(gate_SI.shape)
-
-
-@_units_backward.register_fake
-def _(
-    gate_SI: Tensor, up_SI: Tensor | None, weights_TK: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    return _of_backward(gate_SI, weights_TK, rest[-1])
 
 
 @triton.jit
@@ -213,7 +215,7 @@ def _units_kernel(
 
 @triton.jit
 def _units_backward_kernel(
-    gate, up, weights, slots, tokens, kept, grad, other, dweights, units, row_stride, apart,
+    gate, up, weights, slots, tokens, kept, grad, dgates, last, dweights, units, row_stride, apart,
     hidden: tl.constexpr, GATED: tl.constexpr, UNITS: tl.constexpr, K: tl.constexpr,
     SOME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -237,14 +239,14 @@ def _units_backward_kernel(
             total += d * act
             d = d * factor
             dgate = d * u * sigmoid * (1.0 + g * (1.0 - sigmoid))
-            tl.store(other + of_grad, dgate.to(other.dtype.element_ty), mask=inside)
-            tl.store(grad + of_grad, (d * part).to(grad.dtype.element_ty), mask=inside)
+            tl.store(dgates + of_grad, dgate.to(dgates.dtype.element_ty), mask=inside)
+            tl.store(last + of_grad, (d * part).to(last.dtype.element_ty), mask=inside)
         else:
             part = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
             act = part * part
             total += d * act
             d = 2.0 * d * factor * part
-            tl.store(grad + of_grad, d.to(grad.dtype.element_ty), mask=inside)
+            tl.store(last + of_grad, d.to(last.dtype.element_ty), mask=inside)
         if UNITS:
             place = slot * hidden + column
             tl.store(units + place, (act * factor).to(units.dtype.element_ty), mask=inside)
