@@ -226,8 +226,9 @@ def compiled_line(letter: str, dtype: torch.dtype) -> str:
     products = sum(name.startswith("extern_kernels") for names, _ in found for name in names)
     width = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     there, back = (len(names) + more for (names, _), more in zip(found, ours, strict=True))
+    named = letter if part is None else f"{letter}, {name}"
     return (
-        f"| {letter}{'' if part is None else f', {name}'} | {width} | {there} | {back} | {products} | "
+        f"| {named} | {width} | {there} | {back} | {products} | "
         f"{found[0][1] / 1e9:.2f} | {found[1][1] / 1e9:.2f} |"
     )
 
