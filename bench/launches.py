@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,8 +39,8 @@ from bench import parser_of
 from bench.gpu.tables import write_section
 from bench.scheduled import scheduled
 from checkpointing.compile import compile_blocks
-from checkpointing.tracing.graphs import TracedGraphs
-from checkpointing.tracing.operators import ALLOCATORS, kind_of, tensors_in
+from checkpointing.tracing.graphs import Pair, TracedGraphs
+from checkpointing.tracing.operators import NO_KERNEL, kind_of, tensors_in
 from megacpp.blocks.experts import module as experts
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.presets import nam56r_base
@@ -78,9 +79,9 @@ CASES = (
     ("head", "cross_entropy", "triton"),
 )
 COMPILED = [(letter, dtype) for letter in "AFEMRG" for dtype in (torch.float32, torch.bfloat16)]
+Schedule = tuple[list[str], int]  # launches in order, and their bytes
 # Operations that compiled blocks do by Triton.
 TRITON = "mamba3", "m2rnn", "gated_delta_rule", "short_conv", "gates", "experts", "rms_norm"
-NO_KERNEL = {name for name in ALLOCATORS if "empty" in name} | {"_unsafe_view"}
 
 
 @dataclass
@@ -200,8 +201,9 @@ def table() -> str:
     return "\n".join([heads, "|---|---|---|---|---|---|---|", *map(line, CASES)])
 
 
-def compiled_line(letter: str, dtype: torch.dtype) -> str:
-    """Return the line of a compiled block, or of the part of it that is a graph.
+@cache
+def compiled(letter: str, dtype: torch.dtype) -> tuple[str, Pair, tuple[Schedule, Schedule]]:
+    """Return what of a block is one graph, its graphs, and launches and bytes of each.
 
     Args:
         letter: kind of block.
@@ -221,12 +223,22 @@ def compiled_line(letter: str, dtype: torch.dtype) -> str:
         block(x_BTD, Documents.rows(ROWS, TOKENS))
         run: Any = block._forward if part is None else getattr(part.module, part.method)
         ((pair,),) = ([*run.graph.pairs.values()],)
-        ours = [_launches_of_ours(graph) for graph in (pair.forward, pair.backward)]
-    found = scheduled(pair.forward), scheduled(pair.backward, backward=True)
+    return name, pair, (scheduled(pair.forward), scheduled(pair.backward, backward=True))
+
+
+def compiled_line(letter: str, dtype: torch.dtype) -> str:
+    """Return the line of a compiled block, or of the part of it that is a graph.
+
+    Args:
+        letter: kind of block.
+        dtype: of its weights.
+    """
+    name, pair, found = compiled(letter, dtype)
+    ours = [_launches_of_ours(graph) for graph in (pair.forward, pair.backward)]
     products = sum(name.startswith("extern_kernels") for names, _ in found for name in names)
     width = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     there, back = (len(names) + more for (names, _), more in zip(found, ours, strict=True))
-    named = letter if part is None else f"{letter}, {name}"
+    named = letter if name == "block" else f"{letter}, {name}"
     return (
         f"| {named} | {width} | {there} | {back} | {products} | "
         f"{found[0][1] / 1e9:.2f} | {found[1][1] / 1e9:.2f} |"

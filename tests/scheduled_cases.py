@@ -9,9 +9,12 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bench.launches import COMPILED, COMPILED_HEADING, PAGE, compiled_line
+from bench.launches import COMPILED, COMPILED_HEADING, PAGE, compiled, compiled_line
 from bench.scheduled import calls, scheduled
+from checkpointing.tracing.graph_run import _is_view, _stays_on_chip, results_beside
 from megacpp.versions import TORCH
+
+CASES = [*((letter, torch.bfloat16) for letter in "AFEMR"), ("F", torch.float32)]
 
 
 def test_what_is_fused_for_a_gpu_without_one() -> None:
@@ -41,11 +44,24 @@ def call(self, args):
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason="another version fuses anew")
-@pytest.mark.parametrize(
-    "case", [*((letter, torch.bfloat16) for letter in "AFEMR"), ("F", torch.float32)], ids=str
-)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_page_has_todays_counts_of_compiled_blocks(case: tuple[str, torch.dtype]) -> None:
     section = PAGE.read_text().partition(COMPILED_HEADING)[2].partition("\n## ")[0]
     command = "python -m bench.launches --compiled --write"
     assert case in COMPILED
     assert compiled_line(*case) in section.splitlines(), command
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason="another version fuses anew")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_trace_of_a_graph_has_as_many_launches(case: tuple[str, torch.dtype]) -> None:
+    """To one of those that Inductor schedules."""
+    _, pair, found = compiled(*case)
+    for graph, (names, _) in zip((pair.forward, pair.backward), found, strict=True):
+        nodes = [*graph.graph.nodes]
+        run = {
+            node
+            for node in nodes
+            if node.op == "call_function" and not (_is_view(node) or _stays_on_chip(node))
+        }
+        assert abs(len(run - results_beside(nodes)) - len(names)) <= 1, names

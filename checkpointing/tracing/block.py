@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from checkpointing.tracing.graph_run import WITH_ANOTHER
 from checkpointing.tracing.host_ledger import HostLedger
 from checkpointing.tracing.meter import Allocation, Meter, Run, _replaced, local_part
-from checkpointing.tracing.operators import ALLOCATORS, Kind, tensors_in
+from checkpointing.tracing.operators import ALLOCATORS, NO_KERNEL, Kind, tensors_in
 from megacpp.memory.block_trace import BlockTrace, PassWork, Role, kernel_bytes, timed_apart
 from megacpp.memory.repeats import repeats
 from megacpp.model.documents import Documents
@@ -59,13 +60,19 @@ class BlockMeter(Meter):
         self._shared: set[int] = set()  # made for all layers of the batch
         self._start = 0  # the number that the backward starts from
         self._result: Allocation | None = None
-        self._ran = ([0.0, 0.0], [0.0, 0.0])  # operators and their bytes, forward and backward
+        # Operators, their bytes, and launches, forward and backward.
+        self._ran = ([0.0, 0.0, 0.0], [0.0, 0.0, 0.0])
         self._times: dict[int, float] = {}  # of an allocation that stands for others
-        self._in_place = ([0.0, 0.0], [0.0, 0.0])  # as `_ran`, of kernels that work in place
+        self._in_place = ([0.0, 0.0], [0.0, 0.0])  # kernels that work in place, and their bytes
 
     def __enter__(self) -> BlockMeter:
         super().__enter__()
         self._undo.append(_replaced(Documents, "memo", self._remembered))
+        if "triton" in sys.modules:
+            from triton.runtime.jit import KernelInterface
+
+            of = lambda kernel, grid: self._launch  # noqa: E731
+            self._undo.append(_replaced(KernelInterface, "__getitem__", lambda _: of))
         for p in self.model.parameters():
             if p.requires_grad:
                 self._undo.append(p.register_post_accumulate_grad_hook(self._sum).remove)
@@ -78,6 +85,7 @@ class BlockMeter(Meter):
         if not self._remembering:
             ran, in_place, times = self._ran[back], self._in_place[back], repeats()
             ran[0] += times
+            ran[2] += times * (kind.name not in NO_KERNEL and not WITH_ANOTHER.get())
             if not timed_apart(kind.name):
                 ran[1] += times * sum(t.nbytes for t in tensors_in((args, kwargs, out)))
             if kind.writes and (changed := [*self._changed(kind, args, kwargs)]):
@@ -86,6 +94,11 @@ class BlockMeter(Meter):
                     times * kernel_bytes(kind.name, t.nbytes) for t, times in changed
                 )
         super()._follow(kind, args, kwargs, out, back)
+
+    def _launch(self, *_: Any, **__: Any) -> None:
+        """Count a Triton kernel in place of its launch."""
+        if not self._remembering:
+            self._ran[self.forward_ended > 0][2] += repeats()
 
     def _changed(
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -192,16 +205,12 @@ class BlockMeter(Meter):
     def _work(self, back: bool, made: list[tuple[Allocation, Role]]) -> PassWork:
         """Return the work of the forward or the backward, which made these allocations."""
         kernels, moved = self._in_place[back]
-        issued = kernels
         for alloc, role in made:
-            if role == "b":
-                continue
-            times = self._times.get(id(alloc), 1.0)
-            issued += times
-            if role != "w" and not timed_apart(alloc.operator):
+            if role not in "bw" and not timed_apart(alloc.operator):
+                times = self._times.get(id(alloc), 1.0)
                 kernels += times
                 moved += times * kernel_bytes(alloc.operator, alloc.bytes)
-        return PassWork(*map(round, (*self._ran[back], issued, kernels, moved)))
+        return PassWork(*map(round, (*self._ran[back], kernels, moved)))
 
     def _role(self, alloc: Allocation) -> Role:
         if id(alloc) in self._gradients:

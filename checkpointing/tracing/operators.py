@@ -17,6 +17,8 @@ ALLOCATORS = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
     *("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "new_full"),
 }
+# They launch no kernel. Zeros and the like do.
+NO_KERNEL = {name for name in ALLOCATORS if "empty" in name} | {"_unsafe_view"}
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,8 @@ class PassWork(NamedTuple):
     Attributes:
         ran: those that are no views.
         ran_bytes: read and written by them, without those of `TIMED_APART`.
-        issued: those that allocate or work in place, without what is made once for all layers.
-        kernels: of them, element-wise ones of tensors of tokens.
+        issued: launches of kernels, without those for what is made once for all layers.
+        kernels: of them, element-wise ones of tensors of tokens, one for each result.
         kernel_bytes: read and written by these as kernels of a GPU (`kernel_bytes`).
     """
 
