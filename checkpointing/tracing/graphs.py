@@ -123,8 +123,9 @@ class _Body:
         read = _with(self.read, dict(enumerate(local[number + 1 :])), {})
         given = dict(zip(self.names, leaves, strict=True))
         # What attention records for QK-clip, a few numbers a head, isn't a result of the graph.
-        recorders = [(m, m.recorder) for m in self.module.modules() if hasattr(m, "recorder")]
-        for core, _ in recorders:
+        cores: list[Any] = [m for m in self.module.modules() if hasattr(m, "recorder")]
+        recorders = [(core, core.recorder) for core in cores]
+        for core in cores:
             core.recorder = None
         try:
             with stateless._reparametrize_module(self.module, given):  # type: ignore[arg-type]

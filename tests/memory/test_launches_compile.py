@@ -1,13 +1,15 @@
 """All Triton launches of a preset's step, compiled for an H200 with the arguments that they have.
 
 A step runs without values, as an estimate's trace does; each launch compiles its kernel instead of
-running it. Constants of launches, alignment and sizes are those of the run, not a test's copy.
+running it. Constants of launches, alignment and sizes are those of the run, not a test's copy. No
+kernel spills registers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +20,18 @@ from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.memory.budget import as_run
 from parallel.simulate.gpu_stand_ins import on_gpu
+from tests.model.machine_code import stack_bytes
 
 SHARED = 227 * 1024  # bytes that a block can have on compute capability 9.0
 MOST_Y = 65_535  # blocks along the second and third axis of a grid
 RECURRENT = {"_outputs_kernel", "_keys_kernel", "run_kernel", "_steps_kernel", "_sum_kernel"}
 DENSE = {"_units_kernel", "_units_backward_kernel", "_rows_kernel"}
+DELTA_RULE = {"_solve_kernel", "_dstates_kernel", "_queries_kernel"}
+CASES = [
+    ("nam56r_quarter", RECURRENT),
+    ("nam56r_quarter --model.pattern GE --model.depth 2 --optim.qk-clip 0", DELTA_RULE),
+    ("dense_110m --model.depth 4", DENSE),
+]
 
 
 class Pointer:
@@ -35,10 +44,10 @@ class Pointer:
         return self.place
 
 
-@pytest.mark.parametrize(
-    ("flags", "some"), [("nam56r_quarter", RECURRENT), ("dense_110m --model.depth 4", DENSE)]
-)
-def test_launches_compile(flags: str, some: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("flags", "some"), CASES)
+def test_launches_compile(
+    flags: str, some: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -51,6 +60,7 @@ def test_launches_compile(flags: str, some: set[str], monkeypatch: pytest.Monkey
     )
     monkeypatch.setattr(driver, "_active", target)
     launched: set[str] = set()
+    seen: set[str] = set()
 
     def compiled(kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> None:
         name = kernel.fn.__name__
@@ -61,6 +71,9 @@ def test_launches_compile(flags: str, some: set[str], monkeypatch: pytest.Monkey
         made = kernel.run(*pointers, grid=grid, warmup=True, **constants)
         assert made.asm["cubin"] and made.metadata.shared <= SHARED, name
         launched.add(name)
+        if made.hash not in seen:
+            seen.add(made.hash)
+            assert stack_bytes(made.asm["cubin"], tmp_path) == 0, (name, "spills")
 
     @contextmanager
     def compiling() -> Iterator[None]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,3 +47,20 @@ def compiled(
     }
     source = ASTSource(kernel, of, fixed, known)
     return triton.compile(source, target=target, options=dict(options))
+
+
+def stack_bytes(cubin: bytes, folder: Path) -> int:
+    """Return bytes of a thread outside of its registers, by `cuobjdump`, which Triton brings.
+
+    Args:
+        cubin: machine code of a kernel.
+        folder: for a file.
+    """
+    from triton import knobs
+
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ((stack, local),) = re.findall(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
+    return int(stack) + int(local)

@@ -106,15 +106,15 @@ def _solve_kernel(
     keys = _tile(k, size, K, k_token, C, BLOCK_K).to(tl.float32)
     length = _one_over_length(keys)
     tl.store(lengths + here + token, length, mask=there)
-    keys *= length[:, None]
-
-    narrow = keys.to(kind)
+    narrow = (keys * length[:, None]).to(kind)
     A = tl.dot(narrow, tl.trans(narrow), input_precision="tf32x3") * _decays(s, run, C)
     A = tl.where(token[None, :] < token[:, None], A * strength[:, None], 0.0)
     T_CC = _inverse(A, C).to(kind)
     if KEEP:
         _put(solved + here * C, T_CC, size, C, C, C, C)
     read = strength * tl.exp(tl.where(enters, s, float("-inf")))
+    # Loaded again: kept through the inverse, they would spill.
+    keys = _tile(k, size, K, k_token, C, BLOCK_K).to(tl.float32) * length[:, None]
     keys = tl.dot(T_CC, (keys * read[:, None]).to(kind), input_precision="tf32x3")
     _put(w + here * K, keys, size, K, K, C, BLOCK_K)
     v += b * v_row + start * v_token + n * v_head

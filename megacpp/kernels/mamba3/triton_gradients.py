@@ -74,21 +74,15 @@ def _queries_kernel(
     dweights = tl.dot(dout, tl.trans(values), input_precision="ieee")
     down = tl.sum(tl.where(diagonal, dweights, 0.0), 1)
     dscores = (dweights * decay).to(kind)
-    each = tl.cast(B * H, tl.int64) * T
+    of_heads += (b * J + j) * H * (2 * N + 1)
+    # Not the sum of `down`: for sm_100 Triton 3.7 fails to compile it.
+    tl.store(of_heads + 2 * N * H + h, tl.sum(tl.where(diagonal, dweights, 0.0)))
+    place = of_tokens + head * T + start + token
+    tl.store(place + 2 * tl.cast(B * H, tl.int64) * T, down * meets, mask=there)
     since = tl.exp(tl.where(enters, s, float("-inf")))[:, None]
     place, inside = _half(states + (head * J + j) * N * P, N, P, BLOCK_N, BLOCK_P)
     state1 = tl.load(place, mask=inside, other=0.0)
     state2 = tl.load(place + N // 2 * P, mask=inside, other=0.0)
-    if GATED:
-        out = tl.dot(q1, state1, input_precision="ieee")
-        out = tl.dot(q2, state2, out, input_precision="ieee") * since
-        out = tl.dot(weights, values, out, input_precision="ieee")
-        gate = _rows(z, size, z_token, P, C, BLOCK_P).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        out *= sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        out *= _rows(dy, size, dy_token, P, C, BLOCK_P).to(tl.float32)
-        _store_rows(dz + here * P, out, size, H * P, P, C, BLOCK_P)
-
     d1 = tl.dot(dout, tl.trans(state1), input_precision="ieee") * since
     d1 = tl.dot(dscores, k1, d1, input_precision="ieee")
     d2 = tl.dot(dout, tl.trans(state2), input_precision="ieee") * since
@@ -98,19 +92,25 @@ def _queries_kernel(
     d1 += own * k1.to(tl.float32)
     d2 += own * k2.to(tl.float32)
     turn = d2 * q1.to(tl.float32) - d1 * q2.to(tl.float32)  # moves (x1, x2) along (-x2, x1)
-    cos, sin = _cos_sin_of(turns, entering, enters, size, A, C, BLOCK_N)
-    x, y = d1 * cos + d2 * sin, d2 * cos - d1 * sin
-    of_heads += (b * J + j) * H * (2 * N + 1)
-    # Not the sum of `down`: for sm_100 Triton 3.7 fails to compile it.
-    tl.store(of_heads + 2 * N * H + h, tl.sum(tl.where(diagonal, dweights, 0.0)))
-    place = of_heads + h * N
-    _store_vectors(dq + here * N, place, x, y, size, H, N, C, BLOCK_N, STEP, PARTNER)
-    place = of_tokens + head * T + start + token
-    tl.store(place, dsums, mask=there)
-    tl.store(place + 2 * each, down * meets, mask=there)
     pair = tl.arange(0, BLOCK_N)
     place = dturns + (head * T + start) * A + token[:, None] * A + pair[None, :]
     tl.store(place, turn, mask=there[:, None] & (pair < A)[None, :])
+    place = of_tokens + head * T + start + token
+    tl.store(place, dsums, mask=there)
+    cos, sin = _cos_sin_of(turns, entering, enters, size, A, C, BLOCK_N)
+    x, y = d1 * cos + d2 * sin, d2 * cos - d1 * sin
+    place = of_heads + h * N
+    _store_vectors(dq + here * N, place, x, y, size, H, N, C, BLOCK_N, STEP, PARTNER)
+
+    if GATED:
+        out = tl.dot(q1, state1, input_precision="ieee")
+        out = tl.dot(q2, state2, out, input_precision="ieee") * since
+        out = tl.dot(weights, values, out, input_precision="ieee")
+        gate = _rows(z, size, z_token, P, C, BLOCK_P).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        out *= sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        out *= _rows(dy, size, dy_token, P, C, BLOCK_P).to(tl.float32)
+        _store_rows(dz + here * P, out, size, H * P, P, C, BLOCK_P)
 
 
 @triton.jit
