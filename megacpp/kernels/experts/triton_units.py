@@ -24,6 +24,9 @@ from megacpp.kernels.experts.triton import BLOCK
 from megacpp.kernels.graph_operator import graph_operator
 from megacpp.kernels.strides import launch
 
+# Weights of copies, their slots, tokens of slots, and copies with a slot (`_slots_of`).
+Copies = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
 
 def weighed_units(
     gate_SI: Tensor,
@@ -65,17 +68,19 @@ def units_backward(
         other_SI: memory for the gradient of `gate` beside one of `up`, its rows as far apart as
             those of `grad_SI`; None: new memory.
     """
-    given = gate_SI, up_SI, *_slots_of(weights_TK, groups), grad_SI, wants_units
+    copies = _slots_of(weights_TK, groups)
     if torch.compiler.is_compiling():
+        given = gate_SI, up_SI, *copies, grad_SI, wants_units
         *grads, weight, units = _new_gradients(*given)
     else:
-        other_SI = torch.empty_like(grad_SI) if other_SI is None else other_SI
-        grads = [grad_SI] if up_SI is None else [other_SI, grad_SI]
-        weight, units = _gradients(*given, grads)
+        grads = [grad_SI]
+        if up_SI is not None:
+            grads.insert(0, torch.empty_like(grad_SI) if other_SI is None else other_SI)
+        weight, units = _gradients(gate_SI, up_SI, *copies, grad_SI, wants_units, grads)
     return grads + ([] if weights_TK is None else [weight]), units if wants_units else None
 
 
-def _slots_of(weights_TK: Tensor | None, groups: Groups | None) -> tuple[Tensor | None, ...]:
+def _slots_of(weights_TK: Tensor | None, groups: Groups | None) -> Copies:
     """Return weights of copies, their slots `[T, K]`, tokens of slots, and copies with a slot."""
     if weights_TK is None or groups is None:
         return None, None, None, None
